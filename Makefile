@@ -1,0 +1,41 @@
+# Two commands for a newcomer: `make demo` and `make test`. Each sets up all it needs by itself.
+.PHONY: help demo test lint format bench-cpu clean
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+# uv from PATH, or our own copy in a small virtual environment.
+UV := $(or $(shell command -v uv 2>/dev/null),.tools/uv/bin/uv)
+READY := .venv/.ready
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(READY) ## compare every attention on this machine (about 40 s), figure under runs/demo/
+	.venv/bin/sima demo
+
+test: $(READY) ## the whole test suite
+	.venv/bin/pytest
+
+lint: $(READY) ## ruff and mypy
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+format: $(READY) ## let ruff fix and format
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+
+bench-cpu: $(READY) ## CPU speed against softmax -> benchmarks/results/cpu.csv (about 5 minutes)
+	.venv/bin/sima bench cpu
+
+clean: ## remove the environment and everything runs have left
+	rm -rf .venv .tools runs .pytest_cache .ruff_cache .mypy_cache .hypothesis
+
+# The stamp is newer than pyproject.toml when the environment is up to date: then nothing is asked of uv.
+$(READY): pyproject.toml | $(UV)
+	$(UV) sync --quiet --extra plots --group dev
+	@touch $@
+
+.tools/uv/bin/uv:
+	$(PYTHON) -m venv .tools/uv
+	.tools/uv/bin/python -m pip install --quiet --disable-pip-version-check uv

@@ -1,0 +1,12 @@
+"""How this package words its errors: what was given, what is allowed, what to do."""
+
+import difflib
+from collections.abc import Iterable
+
+
+def unknown_name(kind: str, given: object, known: Iterable[str]) -> ValueError:
+    """The error for a name that is not in a table, with the nearest known name where one is close."""
+    known = sorted(known)
+    message = f"unknown {kind} {given!r}; known: {', '.join(known)}"
+    near = difflib.get_close_matches(str(given), known, n=1)
+    return ValueError(f"{message}; did you mean {near[0]!r}?" if near else message)

@@ -1,0 +1,1 @@
+"""Measure -> rows -> tables and figures."""

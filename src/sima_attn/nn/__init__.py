@@ -1,0 +1,18 @@
+"""tokens -> tokens: attention modules. Needs torch only."""
+
+from sima_attn.nn.attention import Attention, SimAttention
+from sima_attn.nn.class_attention import SimClassAttention
+from sima_attn.nn.cross_attention import SimCrossAttention
+from sima_attn.nn.multihead import SimMultiheadAttention
+from sima_attn.nn.registry import ATTENTIONS, attention_class, create_attention
+
+__all__ = [
+    "ATTENTIONS",
+    "Attention",
+    "SimAttention",
+    "SimClassAttention",
+    "SimCrossAttention",
+    "SimMultiheadAttention",
+    "attention_class",
+    "create_attention",
+]

@@ -1,0 +1,1 @@
+"""The attentions that the paper compares SimA with, one file each."""

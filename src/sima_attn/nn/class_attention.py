@@ -1,0 +1,76 @@
+"""Class attention: the class token gathers from all tokens, and only it is updated.
+
+Shapes: B batch, H heads, N tokens (the class token first), D channels a head, C = H * D.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sima_attn.nn.attention import split_heads
+from sima_attn.ops.api import check_eps, check_qkv
+from sima_attn.ops.cost import AttentionShape, Cost
+from sima_attn.ops.eager import compute_dtype, folded_scale
+
+
+class SimClassAttention(nn.Module):
+    """SimA class attention: tokens [B, N, C] -> class token [B, 1, C].
+
+        o = (q_0 diag(s)) K^T V,    s_c = 1 / (|Q^c|_1 |K^c|_1)
+
+    Both norms run over all N tokens, class token included, so the query of every token is computed
+    although only the first is used. eps is 1e-6, as the authors have it here (and 1e-12 elsewhere).
+    Parameters are named as in timm's ClassAttn.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        qkv_bias: bool = True,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        eps: float = 1e-6,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_eps(eps)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.num_heads = num_heads
+        self.head_dim = split_heads(dim, num_heads)
+        self.eps = eps
+        self.q = nn.Linear(dim, dim, bias=qkv_bias, **factory)
+        self.k = nn.Linear(dim, dim, bias=qkv_bias, **factory)
+        self.v = nn.Linear(dim, dim, bias=qkv_bias, **factory)
+        self.attn_drop = nn.Dropout(attn_drop)
+        self.proj = nn.Linear(dim, dim, **factory)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens [B, N, C], the class token first -> the new class token [B, 1, C]."""
+        B, N, _ = x.shape
+        q, k, v = (
+            layer(x).view(B, N, self.num_heads, self.head_dim).transpose(1, 2) for layer in (self.q, self.k, self.v)
+        )  # [B, H, N, D] each
+        o = self.core(q, k, v)  # [B, H, 1, D]
+        return self.proj_drop(self.proj(o.transpose(1, 2).flatten(2)))
+
+    def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q, k, v [B, H, N, D] of all tokens -> o [B, H, 1, D] of the first."""
+        check_qkv(q, k, v)
+        dtype, work = q.dtype, compute_dtype(q.dtype)
+        q, k, v = q.to(work), k.to(work), v.to(work)
+        with torch.autocast(q.device.type, enabled=False):
+            s = folded_scale(q, k, eps=self.eps)  # [B, H, D]
+            row = (q[:, :, :1] * s[:, :, None]) @ k.mT  # [B, H, 1, N]
+            return (self.attn_drop(row) @ v).to(dtype)
+
+    def cost(self, shape: AttentionShape) -> Cost:
+        """One query against N keys, and the norms of all."""
+        one_row = shape.N * (shape.D + shape.Dv)
+        return Cost(shape, macs=shape.heads * one_row, exps=0, scratch=shape.heads * (shape.N + 2 * shape.D))
+
+    def extra_repr(self) -> str:
+        return f"dim={self.num_heads * self.head_dim}, num_heads={self.num_heads}, eps={self.eps:g}"

@@ -1,0 +1,56 @@
+"""The one table of attentions. Tests, benchmarks, the command line and the docs enumerate it.
+
+To add an attention: one file with one subclass of `Attention`, and one line here.
+"""
+
+import functools
+
+from sima_attn._errors import unknown_name
+from sima_attn.nn.attention import Attention, SimAttention
+from sima_attn.nn.baselines.cosformer import Cosformer2dAttention, CosformerAttention
+from sima_attn.nn.baselines.efficient import EfficientAttention
+from sima_attn.nn.baselines.elu import EluAttention
+from sima_attn.nn.baselines.linformer import LinformerAttention
+from sima_attn.nn.baselines.nystrom import NystromAttention
+from sima_attn.nn.baselines.performer import PerformerAttention
+from sima_attn.nn.baselines.soft import SoftAttention, SoftFullAttention
+from sima_attn.nn.baselines.softmax import ExplicitSoftmaxAttention, SoftmaxAttention
+from sima_attn.nn.baselines.xca import XCAttention
+
+ATTENTIONS: dict[str, type[Attention]] = {
+    "sima": SimAttention,
+    "softmax": SoftmaxAttention,
+    "softmax_explicit": ExplicitSoftmaxAttention,
+    "xca": XCAttention,
+    "elu": EluAttention,
+    "efficient": EfficientAttention,
+    "cosformer": CosformerAttention,
+    "cosformer_2d": Cosformer2dAttention,
+    "soft": SoftAttention,
+    "soft_full": SoftFullAttention,
+    "linformer": LinformerAttention,
+    "performer": PerformerAttention,
+    "nystrom": NystromAttention,
+}
+
+
+def attention_class(name: str, **options) -> type[Attention]:
+    """The class of an attention, with options of its own fixed: what timm's `attn_layer` takes.
+
+    timm.create_model("deit_small_patch16_224", attn_layer=attention_class("sima", token_ref=197))
+    """
+    if name not in ATTENTIONS:
+        raise unknown_name("attention", name, ATTENTIONS)
+    base = ATTENTIONS[name]
+    if not options:
+        return base
+    fixed = functools.partialmethod(base.__init__, **options)
+    return type(base.__name__, (base,), {"__init__": fixed, "__doc__": base.__doc__})
+
+
+def create_attention(name: str, dim: int, num_heads: int = 8, *, num_tokens: int | None = None, **options) -> Attention:
+    """An attention module by name. `num_tokens` is passed on to the attentions that fix their token count."""
+    cls = attention_class(name)
+    if cls.needs_num_tokens:
+        options["num_tokens"] = num_tokens
+    return cls(dim, num_heads, **options)

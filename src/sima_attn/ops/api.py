@@ -1,0 +1,155 @@
+"""sima_attention: checks what it is given, chooses order and backend, runs.
+
+Shapes: B batch, H heads, N query tokens, M key tokens, D channels a head, Dv value channels a head.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sima_attn._errors import unknown_name
+from sima_attn.ops.cost import resolve_order
+from sima_attn.ops.eager import sima_eager
+
+ORDERS = ("auto", "kv", "qk")
+BACKENDS = {"eager": sima_eager}
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# s = 1 / (|Q|_1 |K|_1) must stay finite in float32 when both norms are eps.
+SMALLEST_EPS = 1e-18
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a call of `sima_attention` runs: the order of the products and the backend."""
+
+    order: str
+    backend: str
+
+
+def plan(q: Tensor, k: Tensor, v: Tensor, *, order: str = "auto", backend: str = "auto") -> Plan:
+    """The plan `sima_attention` follows for these tensors and settings. A named backend is never replaced."""
+    check_order(order)
+    if backend != "auto" and backend not in BACKENDS:
+        raise unknown_name("backend", backend, ["auto", *BACKENDS])
+    return Plan(
+        order=resolve_order(order, q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]),
+        backend="eager" if backend == "auto" else backend,
+    )
+
+
+def sima_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    key_mask: Tensor | None = None,
+    query_mask: Tensor | None = None,
+    order: str = "auto",
+    token_ref: float | None = None,
+    eps: float = 1e-12,
+    backend: str = "auto",
+) -> Tensor:
+    """SimA attention [B, H, N, Dv]: every channel of q and k divided by its l1 norm over the tokens.
+
+        O = Q diag(s) K^T V,    s_c = 1 / (|Q^c|_1 |K^c|_1)
+
+    Sums run in float32 (float64 for float64 inputs) and the result has the dtype of the inputs. Strided
+    views are read as they are. NaN and infinity in an input that is not masked spread, as in torch.matmul.
+
+    Args:
+        q: [B, H, N, D].
+        k: [B, H, M, D].
+        v: [B, H, M, Dv].
+        key_mask: bool [B, M], True for a real token. A masked key and its value have no influence at all.
+        query_mask: bool [B, N], True for a real token. A masked query is left out of |Q|_1 and its output
+            is 0. To pad self-attention exactly, give both masks.
+        order: "kv" computes Q (K^T V), linear in the tokens; "qk" computes (Q K^T) V; "auto" takes the
+            cheaper one, see `choose_order`.
+        token_ref: The number of tokens the model was trained with. The output then is multiplied by
+            N / token_ref, which undoes its shrinking as 1/N at other image sizes. None is the paper.
+        eps: Least value of a norm, so that a channel of zeros gives zeros.
+        backend: "eager" is plain torch on any device; "auto" chooses. A named backend runs or raises.
+    """
+    check_qkv(q, k, v)
+    if key_mask is not None:
+        check_mask("key_mask", key_mask, k)
+    if query_mask is not None:
+        check_mask("query_mask", query_mask, q)
+    if token_ref is not None:
+        check_token_ref(token_ref)
+    check_eps(eps)
+    chosen = plan(q, k, v, order=order, backend=backend)
+    return BACKENDS[chosen.backend](
+        q, k, v, order=chosen.order, key_mask=key_mask, query_mask=query_mask, token_ref=token_ref, eps=eps
+    )
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise where q, k and v do not fit each other. One short test, since small inputs feel every line."""
+    try:
+        (B, H, N, D), (B_k, H_k, M, D_k), (B_v, H_v, M_v, Dv) = q.shape, k.shape, v.shape
+        fits = (
+            B == B_k == B_v and H == H_k == H_v and D_k == D and M_v == M
+            and H > 0 and N > 0 and M > 0 and D > 0 and Dv > 0
+            and q.dtype is k.dtype is v.dtype and q.dtype in DTYPES and q.device == k.device == v.device
+        )  # fmt: skip
+    except (AttributeError, TypeError, ValueError):  # not tensors, or not of four axes
+        fits = False
+    if not fits:
+        raise ValueError(_what_does_not_fit(q, k, v))
+
+
+def _what_does_not_fit(q: Tensor, k: Tensor, v: Tensor) -> str:
+    named = {"q": q, "k": k, "v": v}
+    for name, t in named.items():
+        if not isinstance(t, Tensor):
+            return f"{name} must be a torch.Tensor, got {type(t).__name__}"
+        if t.dim() != 4:
+            return f"{name} must have four axes [batch, heads, tokens, channels], got shape {tuple(t.shape)}"
+        if t.dtype not in DTYPES:
+            return f"{name} must be float16, bfloat16, float32 or float64, got {t.dtype}; convert it first"
+    if not (q.dtype == k.dtype == v.dtype):
+        return f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}"
+    if not (q.device == k.device == v.device):
+        return f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}"
+    shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in named.items())
+    if not (q.shape[:2] == k.shape[:2] == v.shape[:2]):
+        return f"q, k and v must agree in batch and heads, got {shapes}"
+    if q.shape[3] != k.shape[3]:
+        return f"q and k must have the same number of channels a head, got {shapes}"
+    if k.shape[2] != v.shape[2]:
+        return f"k and v must have the same number of tokens, got {shapes}"
+    return f"heads, tokens and channels must be at least 1, got {shapes}"
+
+
+def check_mask(name: str, mask: Tensor, tokens: Tensor) -> None:
+    expected = (tokens.shape[0], tokens.shape[2])
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        given = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"{name} must be a bool tensor, True for a real token, got {given}; e.g. use mask.bool()")
+    if tuple(mask.shape) != expected:
+        raise ValueError(
+            f"{name} must have shape [batch, tokens] = {expected}, got {tuple(mask.shape)}; "
+            "SimA can leave tokens out, but has no place for a mask of token pairs"
+        )
+    if mask.device != tokens.device:
+        raise ValueError(f"{name} must be on {tokens.device} like the tokens, got {mask.device}")
+
+
+def check_order(order: str) -> None:
+    if order not in ORDERS:
+        raise unknown_name("order", order, ORDERS)
+
+
+def check_token_ref(token_ref: float) -> None:
+    if not (token_ref > 0 and math.isfinite(token_ref)):
+        raise ValueError(
+            f"token_ref must be None or the positive number of tokens of the training size, got {token_ref!r}"
+        )
+
+
+def check_eps(eps: float) -> None:
+    if not SMALLEST_EPS <= eps < 1:
+        raise ValueError(f"eps must lie in [{SMALLEST_EPS:g}, 1), got {eps!r}; the paper uses 1e-12")

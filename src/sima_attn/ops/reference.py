@@ -1,0 +1,66 @@
+"""The equations of the paper, as printed: the truth that every faster form is tested against.
+
+    Q-hat^c = Q^c / |Q^c|_1        K-hat^c = K^c / |K^c|_1        O = Q-hat K-hat^T V
+
+The norm of a channel c runs over the tokens. Nothing here is fast: the normalised tensors and the
+N x M matrix are all written down. Run it in float64 to get a reference of full precision.
+
+Shapes: B batch, H heads, N query tokens, M key tokens, D channels a head, Dv value channels a head.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+NORM_ORDERS = {"l1": 1.0, "l2": 2.0}
+
+
+def normalize_tokens(x: Tensor, norm: str = "l1", eps: float = 1e-12) -> Tensor:
+    """Each channel of x [B, H, N, D] divided by its norm over the tokens; "none" leaves x as it is."""
+    if norm == "none":
+        return x
+    return F.normalize(x, p=NORM_ORDERS[norm], dim=-2, eps=eps)
+
+
+def sima_matrix_reference(
+    q: Tensor,
+    k: Tensor,
+    *,
+    key_mask: Tensor | None = None,
+    query_mask: Tensor | None = None,
+    norm: str = "l1",
+    token_ref: float | None = None,
+    eps: float = 1e-12,
+) -> Tensor:
+    """The attention matrix Q-hat K-hat^T [B, H, N, M]: signed, its entries in [-D, D].
+
+    Padding is removed by its definition: a masked token is zero before the norm is taken.
+    `token_ref` multiplies by N / token_ref, N being the number of query tokens that are not padding.
+    """
+    B, _, N, _ = q.shape
+    if query_mask is not None:
+        q = q * query_mask[:, None, :, None]
+    if key_mask is not None:
+        k = k * key_mask[:, None, :, None]
+    attention = normalize_tokens(q, norm, eps) @ normalize_tokens(k, norm, eps).mT  # [B, H, N, M]
+    if token_ref is not None:
+        count = torch.full((B,), N, device=q.device) if query_mask is None else query_mask.sum(-1)
+        attention = attention * (count / token_ref).to(q.dtype)[:, None, None, None]
+    return attention
+
+
+def sima_reference(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+    """O = Q-hat K-hat^T V [B, H, N, Dv]; options as in `sima_matrix_reference`."""
+    return sima_matrix_reference(q, k, **options) @ v
+
+
+def algorithm_1(q: Tensor, k: Tensor, v: Tensor, *, order: str | None = None) -> Tensor:
+    """Algorithm 1 of the paper as its authors run it: normalise, then multiply in the cheaper order.
+
+    This is the "paper" row of the benchmarks. The order goes by the head dimension, as in the
+    authors' code; `order` pins it, as their timing protocols do.
+    """
+    q, k = normalize_tokens(q), normalize_tokens(k)
+    if order == "qk" or (order is None and q.shape[-2] < q.shape[-1]):
+        return (q @ k.mT) @ v
+    return q @ (k.mT @ v)
