@@ -3,7 +3,6 @@
 Shapes: B batch, H heads, N query tokens, M key tokens, D channels a head, Dv value channels a head.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +17,7 @@ BACKENDS = {"eager": sima_eager}
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # s = 1 / (|Q|_1 |K|_1) must stay finite in float32 when both norms are eps.
 SMALLEST_EPS = 1e-18
+LARGE = 2**31
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,23 @@ def plan(q: Tensor, k: Tensor, v: Tensor, *, order: str = "auto", backend: str =
     check_order(order)
     if backend != "auto" and backend not in BACKENDS:
         raise unknown_name("backend", backend, ["auto", *BACKENDS])
+    sizes = (q.shape[2], k.shape[2], q.shape[3], v.shape[3])
+    if order == "auto" and torch.compiler.is_exporting():
+        sizes = tuple(_example_size(size) for size in sizes)
     return Plan(
-        order=resolve_order(order, q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]),
+        order=resolve_order(order, *sizes),
         backend="eager" if backend == "auto" else backend,
     )
+
+
+def _example_size(size: int | torch.SymInt) -> int:
+    """The size in the example that is being exported.
+
+    Comparing a dynamic size would make the choice a condition of the exported program, and token counts on
+    the other side of the rule an error. Either order is right for every count, so the example decides. A
+    size without an example counts as large: then the order is linear in the tokens.
+    """
+    return size if isinstance(size, int) else size.node.hint or LARGE
 
 
 def sima_attention(
@@ -144,7 +157,7 @@ def check_order(order: str) -> None:
 
 
 def check_token_ref(token_ref: float) -> None:
-    if not (token_ref > 0 and math.isfinite(token_ref)):
+    if not 0 < token_ref < float("inf"):
         raise ValueError(
             f"token_ref must be None or the positive number of tokens of the training size, got {token_ref!r}"
         )

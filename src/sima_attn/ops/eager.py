@@ -13,6 +13,7 @@ Shapes: B batch, H heads, N query tokens, M key tokens, D channels a head, Dv va
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 # Numbers that one pass over the tokens holds at once on the CPU: 4 MiB in float32, whatever the token count.
 CACHE_NUMBERS = 2**20
@@ -47,7 +48,9 @@ def folded_attention(q: Tensor, k: Tensor, v: Tensor, s: Tensor, order: str) -> 
     return ((q * s[..., None, :]) @ k.mT) @ v
 
 
-def folded_by_image(q: Tensor, k: Tensor, v: Tensor, order: str, eps: float, gain: Tensor | None) -> Tensor:
+def folded_by_image(
+    q: Tensor, k: Tensor, v: Tensor, *, order: str, eps: float, gain: float | Tensor | None = None
+) -> Tensor:
     """`folded_attention` for the CPU without autograd, one image after the other.
 
     torch.matmul copies head views of a packed qkv tensor when B > 1; torch.bmm on one image reads them
@@ -72,7 +75,7 @@ def folded_by_image(q: Tensor, k: Tensor, v: Tensor, order: str, eps: float, gai
             k_norm = _l1_over_tokens(k_b, scratch)
         s.mul_(k_norm.clamp_min_(eps)).reciprocal_()  # [H, D]
         if gain is not None:
-            s *= gain[b]
+            s *= gain[b] if isinstance(gain, Tensor) else gain
         if order == "kv":
             left, right = q_b, kv.mul_(s.unsqueeze(2))
         else:
@@ -131,25 +134,25 @@ def sima_eager(
             return sima_eager(
                 q, k, v, order=order, key_mask=key_mask, query_mask=query_mask, token_ref=token_ref, eps=eps, norm=norm
             )
-    gain = None if token_ref is None else token_gain(q, query_mask, token_ref)  # [B]
+    gain = None if token_ref is None else token_gain(q, query_mask, token_ref)
     if key_mask is not None or query_mask is not None:
         q, k, v = drop_padding(q, k, v, key_mask=key_mask, query_mask=query_mask)
     if norm == "l1" and _is_plain_cpu_inference(q, k, v):
-        return folded_by_image(q, k, v, order, eps, gain)
+        return folded_by_image(q, k, v, order=order, eps=eps, gain=gain)
 
     dtype, work = q.dtype, compute_dtype(q.dtype)
     q, k, v = q.to(work), k.to(work), v.to(work)
     s = folded_scale(q, k, eps=eps, norm=norm)  # [B, H, D]
     if gain is not None:
-        s = s * gain[:, None, None]
+        s = s * gain
     return folded_attention(q, k, v, s, order).to(dtype)
 
 
-def token_gain(q: Tensor, query_mask: Tensor | None, token_ref: float) -> Tensor:
-    """N / token_ref for each image [B], N being its query tokens that are not padding."""
-    work = compute_dtype(q.dtype)
-    tokens = q.new_full((q.shape[0],), q.shape[2], dtype=work) if query_mask is None else query_mask.sum(1, dtype=work)
-    return tokens / token_ref
+def token_gain(q: Tensor, query_mask: Tensor | None, token_ref: float) -> float | Tensor:
+    """N / token_ref, N being the query tokens that are not padding: one number, or [B, 1, 1] with a mask."""
+    if query_mask is None:
+        return q.shape[2] / token_ref
+    return query_mask.sum(1, dtype=compute_dtype(q.dtype))[:, None, None] / token_ref
 
 
 def drop_padding(
@@ -170,11 +173,16 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _is_plain_cpu_inference(*tensors: Tensor) -> bool:
-    """True where nothing watches the computation: no autograd, no tracing, no tensor subclass."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    """True where nothing watches the computation: no autograd of any kind, no tracing, no tensor subclass."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or _in_function_transform():
         return False
     grad = torch.is_grad_enabled()
     for t in tensors:
         if not t.is_cpu or (grad and t.requires_grad) or type(t) not in (Tensor, torch.nn.Parameter):
             return False
     return True
+
+
+def _in_function_transform() -> bool:
+    """True inside torch.func (grad, jvp, vmap) and forward-mode AD, which cannot follow writes into `out=`."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0

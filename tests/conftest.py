@@ -1,0 +1,20 @@
+import hypothesis
+import pytest
+import torch
+
+# Reproducible everywhere: the same examples each run, one thread each for the two pytest workers.
+hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=40, print_blob=True)
+hypothesis.settings.load_profile("fixed")
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def two_threads():
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
