@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from closeness import assert_as_accurate, assert_close
 
 ONE = torch.ones(3, dtype=torch.float64)

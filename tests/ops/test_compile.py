@@ -4,20 +4,32 @@ import shutil
 
 import pytest
 import torch
-from closeness import assert_close
 
+from closeness import assert_close
 from sima_attn.ops import sima_attention
 
 
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+
+
 def qkv(N, M, D=8, B=2, H=2, dtype=torch.float32):
-    return torch.randn(B, H, N, D, dtype=dtype), torch.randn(B, H, M, D, dtype=dtype), torch.randn(B, H, M, D, dtype=dtype)
+    return (
+        torch.randn(B, H, N, D, dtype=dtype),
+        torch.randn(B, H, M, D, dtype=dtype),
+        torch.randn(B, H, M, D, dtype=dtype),
+    )
 
 
 @pytest.mark.parametrize("order", ["kv", "qk", "auto"])
 @pytest.mark.parametrize("options", [{}, {"token_ref": 16.0}], ids=["plain", "token_ref"])
 def test_compiles_to_one_graph_for_every_token_count(order, options):
     compiled = torch.compile(
-        lambda q, k, v: sima_attention(q, k, v, order=order, **options), backend="aot_eager", fullgraph=True, dynamic=True
+        lambda q, k, v: sima_attention(q, k, v, order=order, **options),
+        backend="aot_eager",
+        fullgraph=True,
+        dynamic=True,
     )
     for N, M in ((5, 5), (12, 12), (30, 7), (33, 64)):
         q, k, v = qkv(N, M)
@@ -25,7 +37,6 @@ def test_compiles_to_one_graph_for_every_token_count(order, options):
 
 
 def test_one_compiled_graph_serves_many_token_counts():
-    torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounter()
     compiled = torch.compile(lambda q, k, v: sima_attention(q, k, v), backend=counter, fullgraph=True, dynamic=True)
     for N in (12, 13, 40, 100):

@@ -28,7 +28,11 @@ X = torch.randn(2, 3, 4, 5)
         (lambda: F.silu(X), "silu", 120),
         (lambda: F.mish(X), "mish", 120),
         (lambda: F.softplus(X), "softplus", 120),
-        (lambda: F.scaled_dot_product_attention(X, X[:, :, :3], X[:, :, :3]), "scaled_dot_product_attention", 2 * 3 * 4 * 3),
+        (
+            lambda: F.scaled_dot_product_attention(X, X[:, :, :3], X[:, :, :3]),
+            "scaled_dot_product_attention",
+            2 * 3 * 4 * 3,
+        ),
     ],
 )
 def test_counts_the_numbers_a_function_is_evaluated_on(function, name, count):

@@ -21,7 +21,10 @@ def qkv(**replaced):
         (qkv(k=torch.zeros(2, 3, 4, 6)), r"q and k must have the same number of channels.*k \(2, 3, 4, 6\)"),
         (qkv(v=torch.zeros(2, 3, 7, 5)), "k and v must have the same number of tokens"),
         (qkv(v=torch.zeros(1, 3, 4, 5)), "agree in batch and heads"),
-        (qkv(q=GOOD.int(), k=GOOD.int(), v=GOOD.int()), "must be float16, bfloat16, float32 or float64, got torch.int32"),
+        (
+            qkv(q=GOOD.int(), k=GOOD.int(), v=GOOD.int()),
+            "must be float16, bfloat16, float32 or float64, got torch.int32",
+        ),
         (qkv(v=GOOD.half()), "one dtype, got torch.float32, torch.float32 and torch.float16"),
         (qkv(v=GOOD.to("meta")), "on one device, got cpu, cpu and meta"),
         (qkv(q=GOOD[:, :, :0]), "at least 1"),
@@ -35,7 +38,10 @@ def qkv(**replaced):
         (qkv(token_ref=float("inf")), "token_ref must be"),
         (qkv(key_mask=torch.ones(2, 4)), "key_mask must be a bool tensor.*torch.float32"),
         (qkv(key_mask=[True]), "key_mask must be a bool tensor.*list"),
-        (qkv(query_mask=torch.ones(2, 5).bool()), r"query_mask must have shape \[batch, tokens\] = \(2, 4\), got \(2, 5\)"),
+        (
+            qkv(query_mask=torch.ones(2, 5).bool()),
+            r"query_mask must have shape \[batch, tokens\] = \(2, 4\), got \(2, 5\)",
+        ),
         (qkv(key_mask=torch.ones(2, 4, 4).bool()), "no place for a mask of token pairs"),
         (qkv(key_mask=torch.ones(2, 4, device="meta").bool()), "key_mask must be on cpu"),
     ],

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from closeness import assert_as_accurate, assert_close, relative_error
 from hypothesis import given
 from hypothesis import strategies as st
-from recorder import Recorder
 
+from closeness import assert_as_accurate, assert_close, relative_error
+from recorder import Recorder
 from sima_attn.ops import choose_order, plan, sima_attention, sima_matrix_reference, sima_reference
 from sima_attn.ops.eager import CACHE_NUMBERS, folded_attention, folded_scale
 from sima_attn.ops.reference import algorithm_1
@@ -254,7 +254,9 @@ def test_the_projection_reads_the_output_without_a_copy():
 @pytest.mark.parametrize("order", ORDERS)
 def test_strided_views_give_what_dense_tensors_give(order):
     views = packed_qkv(B=2, N=10, H=3, D=4)
-    assert_close(sima_attention(*views, order=order), sima_attention(*(t.contiguous() for t in views), order=order), 1e-6)
+    assert_close(
+        sima_attention(*views, order=order), sima_attention(*(t.contiguous() for t in views), order=order), 1e-6
+    )
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -266,7 +268,9 @@ def test_two_threads_agree_with_one(order, dtype, two_threads):
     assert_close(out, sima_attention(*views, order=order), 1e-6 if dtype == torch.float32 else 5e-3)
 
 
-@pytest.mark.parametrize(("N", "M", "D", "Dv"), [(8, 8, 4, 4), (4, 4, 8, 8), (6, 30, 9, 9), (20, 4, 9, 9), (1, 9, 4, 4)])
+@pytest.mark.parametrize(
+    ("N", "M", "D", "Dv"), [(8, 8, 4, 4), (4, 4, 8, 8), (6, 30, 9, 9), (20, 4, 9, 9), (1, 9, 4, 4)]
+)
 @pytest.mark.parametrize("with_autograd", [True, False])
 def test_the_order_that_was_planned_is_the_order_that_runs(N, M, D, Dv, with_autograd):
     q, k, v = random_qkv((1, 1, N, M, D, Dv))

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from closeness import assert_close
 from hypothesis import given
 from hypothesis import strategies as st
 
+from closeness import assert_close
 from sima_attn.ops import SimaAccumulator, sima_attention
 
 

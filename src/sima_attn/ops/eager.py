@@ -68,11 +68,11 @@ def folded_by_image(
         q_b, k_b, v_b, out_b = q[b], k[b], v[b], out[b]  # [H, N, D], [H, M, D], [H, M, Dv], [H, N, Dv]
         if q.dtype != work:
             q_b, k_b, v_b = q_b.to(work), k_b.to(work), v_b.to(work)
-        s = _l1_over_tokens(q_b, scratch).clamp_min_(eps)
+        s = _l1_in_scratch(q_b, scratch).clamp_min_(eps)
         if order == "kv":
             kv, k_norm = _kv_and_k_norm(k_b, v_b, scratch)  # [H, D, Dv], [H, D]
         else:
-            k_norm = _l1_over_tokens(k_b, scratch)
+            k_norm = _l1_in_scratch(k_b, scratch)
         s.mul_(k_norm.clamp_min_(eps)).reciprocal_()  # [H, D]
         if gain is not None:
             s *= gain[b] if isinstance(gain, Tensor) else gain
@@ -89,28 +89,32 @@ def folded_by_image(
     return out
 
 
-def _l1_over_tokens(x: Tensor, scratch: Tensor) -> Tensor:
-    """|x|_1 over the tokens of x [H, N, D] -> [H, D], a scratchful of tokens at a time."""
-    if x.shape[1] == scratch.shape[1]:
-        return torch.abs(x, out=scratch).sum(1)
-    norm = x.new_zeros(x.shape[0], x.shape[2])
-    for run in x.split(scratch.shape[1], dim=1):
-        norm += torch.abs(run, out=scratch[:, : run.shape[1]]).sum(1)
-    return norm
+def _runs(x: Tensor, scratch: Tensor) -> tuple[Tensor, ...]:
+    """x [H, N, D] cut into runs of tokens that fit into the scratch."""
+    return x.split(scratch.shape[1], dim=1) if x.shape[1] > scratch.shape[1] else (x,)
+
+
+def _room(scratch: Tensor, run: Tensor) -> Tensor:
+    return scratch if scratch.shape[1] == run.shape[1] else scratch[:, : run.shape[1]]
+
+
+def _total(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+
+
+def _l1_in_scratch(x: Tensor, scratch: Tensor) -> Tensor:
+    """|x|_1 over the tokens of x [H, N, D] -> [H, D]."""
+    return _total([torch.abs(run, out=_room(scratch, run)).sum(1) for run in _runs(x, scratch)])
 
 
 def _kv_and_k_norm(k: Tensor, v: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
     """K^T V [H, D, Dv] and |K|_1 [H, D] in one pass: both read a dense copy of k while it is in the cache."""
-    if k.shape[1] == scratch.shape[1]:
-        scratch.copy_(k)
-        return torch.bmm(scratch.mT, v), scratch.abs_().sum(1)
-    kv = k.new_zeros(k.shape[0], k.shape[2], v.shape[2])
-    norm = k.new_zeros(k.shape[0], k.shape[2])
-    for k_run, v_run in zip(k.split(scratch.shape[1], dim=1), v.split(scratch.shape[1], dim=1), strict=True):
-        dense = scratch[:, : k_run.shape[1]].copy_(k_run)
-        kv.baddbmm_(dense.mT, v_run)
-        norm += dense.abs_().sum(1)
-    return kv, norm
+    kv, k_norm = [], []
+    for k_run, v_run in zip(_runs(k, scratch), _runs(v, scratch), strict=True):
+        dense = _room(scratch, k_run).copy_(k_run)
+        kv.append(torch.bmm(dense.mT, v_run))
+        k_norm.append(dense.abs_().sum(1))
+    return _total(kv), _total(k_norm)
 
 
 def sima_eager(
