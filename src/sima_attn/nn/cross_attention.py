@@ -56,9 +56,8 @@ class SimCrossAttention(nn.Module):
         context_mask: Tensor | None = None,
     ) -> Tensor:
         """Tokens [B, N, C], context [B, M, context_dim] -> tokens [B, N, C]; masks are True for real tokens."""
-        (B, N, _), M = x.shape, context.shape[1]
-        q = self.q(x).view(B, N, self.num_heads, self.head_dim).transpose(1, 2)  # [B, H, N, D]
-        kv = self.kv(context).view(B, M, 2, self.num_heads, self.head_dim)
+        q = self.q(x).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)  # [B, H, N, D]
+        kv = self.kv(context).unflatten(-1, (2, self.num_heads, self.head_dim))  # [B, M, 2, H, D]
         k, v = kv.permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, M, D] each
         masks: dict[str, Any] = {"query_mask": query_mask, "key_mask": context_mask}
         o = sima_attention(q, k, v, order=self.order, token_ref=self.token_ref, eps=self.eps, **masks)  # [B, H, N, D]

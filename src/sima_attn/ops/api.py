@@ -33,13 +33,10 @@ def plan(q: Tensor, k: Tensor, v: Tensor, *, order: str = "auto", backend: str =
     check_order(order)
     if backend != "auto" and backend not in BACKENDS:
         raise unknown_name("backend", backend, ["auto", *BACKENDS])
-    sizes = (q.shape[2], k.shape[2], q.shape[3], v.shape[3])
+    N, M, D, Dv = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
     if order == "auto" and torch.compiler.is_exporting():
-        sizes = tuple(_example_size(size) for size in sizes)
-    return Plan(
-        order=resolve_order(order, *sizes),
-        backend="eager" if backend == "auto" else backend,
-    )
+        N, M, D, Dv = _example_size(N), _example_size(M), _example_size(D), _example_size(Dv)
+    return Plan(order=resolve_order(order, N, M, D, Dv), backend="eager" if backend == "auto" else backend)
 
 
 def _example_size(size: int | torch.SymInt) -> int:
@@ -49,7 +46,7 @@ def _example_size(size: int | torch.SymInt) -> int:
     the other side of the rule an error. Either order is right for every count, so the example decides. A
     size without an example counts as large: then the order is linear in the tokens.
     """
-    return size if isinstance(size, int) else size.node.hint or LARGE
+    return size if isinstance(size, int) else int(size.node.hint or LARGE)
 
 
 def sima_attention(

@@ -27,7 +27,7 @@ class PerformerAttention(Attention):
     """Linear attention with phi(x) = F^-1/2 [exp(w_r . x' - |x'|^2 / 2 - c) + 1e-4], x' = x / D^1/4.
 
     The rows w_r are fixed random directions, kept in the state dict; `redraw` takes new ones. c is the
-    largest exponent, of each query and of all keys together, and cancels in the quotient.
+    largest exponent, of each query and of all keys together: it keeps exp() in range and all but cancels.
     """
 
     exps_in_paper = "ND"
@@ -50,7 +50,7 @@ class PerformerAttention(Attention):
     def features(self, x: Tensor, stabiliser_dims: tuple[int, ...]) -> Tensor:
         x = x * x.shape[-1] ** -0.25
         exponent = x @ self.directions.to(x.dtype).mT - 0.5 * x.square().sum(-1, keepdim=True)  # [B, H, N, F]
-        exponent = exponent - exponent.amax(stabiliser_dims, keepdim=True).detach()
+        exponent = exponent - exponent.amax(stabiliser_dims, keepdim=True)
         return (exponent.exp() + FEATURE_EPS) * self.num_features**-0.5
 
     @computed_in_float32

@@ -88,7 +88,7 @@ class SoftAttention(Attention):
         rows, columns = token_grid(N, self.grid, type(self).__name__)
         if min(rows, columns) < self.ratio:
             raise ValueError(
-                f"a grid of {rows} x {columns} tokens is smaller than one landmark patch, ratio={self.ratio}"
+                f"a grid of {rows} x {columns} tokens has no {self.ratio} x {self.ratio} patch for a landmark"
             )
         return rows, columns
 
