@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from closeness import assert_as_accurate, assert_close, relative_error
 from recorder import Recorder
 from sima_attn.ops import choose_order, plan, sima_attention, sima_matrix_reference, sima_reference
-from sima_attn.ops.eager import CACHE_NUMBERS, folded_attention, folded_scale
+from sima_attn.ops.eager import TILE_NUMBERS, folded_attention, folded_scale
 from sima_attn.ops.reference import algorithm_1
 
 ORDERS = ("kv", "qk")
@@ -237,11 +237,11 @@ def test_memory_beyond_the_output_does_not_grow_with_the_batch(order, N):
 
 
 def test_scratch_memory_of_kv_order_has_a_ceiling():
-    q, k, v = packed_qkv(B=1, N=CACHE_NUMBERS // 4, H=2, D=4)
+    q, k, v = packed_qkv(B=1, N=TILE_NUMBERS // 4, H=2, D=4)
     with Recorder() as seen:
         out = sima_attention(q, k, v, order="kv")
     scratch = [shape for shape in seen.shapes("new_empty") if len(shape) == 3]
-    assert [torch.Size(shape).numel() for shape in scratch] == [CACHE_NUMBERS]
+    assert [torch.Size(shape).numel() for shape in scratch] == [TILE_NUMBERS]
     s = folded_scale(q.double(), k.double())
     assert_close(out, folded_attention(q.double(), k.double(), v.double(), s, "kv"), 5e-5)
 

@@ -32,22 +32,26 @@ def time_interleaved(
 
     In a round each function is called as often as fills `sample_seconds`, twice: once untimed, then timed;
     the mean of the timed calls is one sample. The untimed calls bring the inputs back into the cache, where
-    in a network the projection leaves q, k and v. Slow drifts of the machine hit all functions alike.
+    in a network the projection leaves q, k and v; a function that takes longer than a whole sample has no
+    use for that. Slow drifts of the machine hit all functions alike.
     """
     if not functions:
         raise ValueError("there is nothing to time: give at least one function")
     calls: dict[str, int] = {}
+    untimed: dict[str, int] = {}
     for name, function in functions.items():
         function()
         start = clock()
         function()
-        calls[name] = max(1, round(sample_seconds / max(clock() - start, 1e-9)))
+        once = max(clock() - start, 1e-9)
+        calls[name] = max(1, round(sample_seconds / once))
+        untimed[name] = calls[name] if once < sample_seconds else 0
 
     samples: dict[str, list[float]] = {name: [] for name in functions}
     begin, rounds = clock(), 0
     while rounds < least_samples or clock() - begin < seconds:
         for name, function in functions.items():
-            for _ in range(calls[name]):
+            for _ in range(untimed[name]):
                 function()
             start = clock()
             for _ in range(calls[name]):

@@ -3,7 +3,7 @@
 Shapes: B batch, H heads, N query tokens, M key tokens, D channels a head, Dv value channels a head.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +20,7 @@ SMALLEST_EPS = 1e-18
 LARGE = 2**31
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """What a call of `sima_attention` runs: the order of the products and the backend."""
 
     order: str

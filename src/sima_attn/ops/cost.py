@@ -47,6 +47,7 @@ class Cost:
     macs: int
     exps: int
     scratch: int
+    order: str | None = None  # of the products, where there is a choice
 
     def bytes_moved(self, itemsize: int = 4) -> int:
         """Least memory traffic: inputs read once, output written once, scratch written and read back."""
@@ -85,4 +86,5 @@ def sima_cost(shape: AttentionShape, order: str = "auto") -> Cost:
         macs=shape.heads * product_macs(order, N, M, D, Dv),
         exps=0,
         scratch=shape.heads * (between + norms),
+        order=order,
     )

@@ -15,8 +15,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-# Numbers that one pass over the tokens holds at once on the CPU: 4 MiB in float32, whatever the token count.
-CACHE_NUMBERS = 2**20
+# Numbers of q or k that are copied at once on the CPU: 4 MiB in float32, whatever the token count.
+TILE_NUMBERS = 2**20
+
+
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def l1_over_tokens(x: Tensor) -> Tensor:
@@ -55,66 +58,58 @@ def folded_by_image(
 
     torch.matmul copies head views of a packed qkv tensor when B > 1; torch.bmm on one image reads them
     in place. The output lies in memory as [B, N, H, Dv], so the projection after it needs no copy either.
+    Written flat: at 200 tokens every call of a function shows in the time.
     """
     (B, H, N, D), M, Dv = q.shape, k.shape[2], v.shape[3]
     work = compute_dtype(q.dtype)
+    tile = max(1, TILE_NUMBERS // (H * D))  # tokens that are copied at once
+    in_tiles = order == "kv" and max(N, M) > tile
     out = q.new_empty(B, N, H, Dv).transpose(1, 2)  # [B, H, N, Dv]
-    rows = max(1, CACHE_NUMBERS // (H * D)) if order == "kv" else max(N, M)
-    scratch = q.new_empty(H, min(rows, max(N, M)), D, dtype=work)
+    q_scratch = q.new_empty(H, tile if in_tiles else N, D, dtype=work)
+    k_scratch = q_scratch if M == N or in_tiles else q.new_empty(H, M, D, dtype=work)
     # Only a dense result is computed by several threads; without them writing in place saves a copy.
     in_place = q.dtype == work and torch.get_num_threads() == 1
 
     for b in range(B):
-        q_b, k_b, v_b, out_b = q[b], k[b], v[b], out[b]  # [H, N, D], [H, M, D], [H, M, Dv], [H, N, Dv]
+        q_b, k_b, v_b = q[b], k[b], v[b]  # [H, N, D], [H, M, D], [H, M, Dv]
         if q.dtype != work:
             q_b, k_b, v_b = q_b.to(work), k_b.to(work), v_b.to(work)
-        s = _l1_in_scratch(q_b, scratch).clamp_min_(eps)
-        if order == "kv":
-            kv, k_norm = _kv_and_k_norm(k_b, v_b, scratch)  # [H, D, Dv], [H, D]
+        if in_tiles:
+            kv, norms = _kv_and_norms_in_tiles(q_b, k_b, v_b, q_scratch, eps)  # [H, D, Dv], [H, D]
         else:
-            k_norm = _l1_in_scratch(k_b, scratch)
-        s.mul_(k_norm.clamp_min_(eps)).reciprocal_()  # [H, D]
+            norms = torch.abs(q_b, out=q_scratch).sum(1).clamp_min_(eps)  # [H, D]
+            if order == "kv":
+                # K^T V and |K|_1 both read a dense copy of k while it is in the cache.
+                kv = torch.bmm(k_scratch.copy_(k_b).mT, v_b)  # [H, D, Dv]
+                norms.mul_(k_scratch.abs_().sum(1).clamp_min_(eps))
+            else:
+                norms.mul_(torch.abs(k_b, out=k_scratch).sum(1).clamp_min_(eps))
         if gain is not None:
-            s *= gain[b] if isinstance(gain, Tensor) else gain
+            norms /= gain[b] if isinstance(gain, Tensor) else gain
         if order == "kv":
-            left, right = q_b, kv.mul_(s.unsqueeze(2))
+            left, right = q_b, kv.div_(norms.unsqueeze(2))
         else:
             # (K (Q s)^T)^T instead of (Q s) K^T: the same products, 7 % sooner with MKL at N = 64, D = 256.
-            qs = torch.mul(q_b, s.unsqueeze(1), out=scratch if scratch.shape[1] == N else scratch[:, :N])
+            qs = torch.mul(q_b, norms.reciprocal_().unsqueeze(1), out=q_scratch)  # [H, N, D]
             left, right = torch.bmm(k_b, qs.mT).mT, v_b
         if in_place:
-            torch.bmm(left, right, out=out_b)
+            torch.bmm(left, right, out=out[b])
         else:
-            out_b.copy_(torch.bmm(left, right))
+            out[b].copy_(torch.bmm(left, right))
     return out
 
 
-def _runs(x: Tensor, scratch: Tensor) -> tuple[Tensor, ...]:
-    """x [H, N, D] cut into runs of tokens that fit into the scratch."""
-    return x.split(scratch.shape[1], dim=1) if x.shape[1] > scratch.shape[1] else (x,)
-
-
-def _room(scratch: Tensor, run: Tensor) -> Tensor:
-    return scratch if scratch.shape[1] == run.shape[1] else scratch[:, : run.shape[1]]
-
-
-def _total(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
-
-
-def _l1_in_scratch(x: Tensor, scratch: Tensor) -> Tensor:
-    """|x|_1 over the tokens of x [H, N, D] -> [H, D]."""
-    return _total([torch.abs(run, out=_room(scratch, run)).sum(1) for run in _runs(x, scratch)])
-
-
-def _kv_and_k_norm(k: Tensor, v: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
-    """K^T V [H, D, Dv] and |K|_1 [H, D] in one pass: both read a dense copy of k while it is in the cache."""
-    kv, k_norm = [], []
-    for k_run, v_run in zip(_runs(k, scratch), _runs(v, scratch), strict=True):
-        dense = _room(scratch, k_run).copy_(k_run)
-        kv.append(torch.bmm(dense.mT, v_run))
-        k_norm.append(dense.abs_().sum(1))
-    return _total(kv), _total(k_norm)
+def _kv_and_norms_in_tiles(q: Tensor, k: Tensor, v: Tensor, scratch: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """K^T V [H, D, Dv] and |Q|_1 |K|_1 [H, D] of more tokens than the scratch [H, tile, D] has room for."""
+    H, tile, D = scratch.shape
+    kv, q_norm, k_norm = q.new_zeros(H, D, v.shape[2]), q.new_zeros(H, D), q.new_zeros(H, D)
+    for q_tile in q.split(tile, dim=1):
+        q_norm += torch.abs(q_tile, out=scratch[:, : q_tile.shape[1]]).sum(1)
+    for k_tile, v_tile in zip(k.split(tile, dim=1), v.split(tile, dim=1), strict=True):
+        dense = scratch[:, : k_tile.shape[1]].copy_(k_tile)
+        kv += torch.bmm(dense.mT, v_tile)
+        k_norm += dense.abs_().sum(1)
+    return kv, q_norm.clamp_min_(eps).mul_(k_norm.clamp_min_(eps))
 
 
 def sima_eager(
@@ -176,17 +171,15 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _is_plain_cpu_inference(*tensors: Tensor) -> bool:
+def _is_plain_cpu_inference(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """True where nothing watches the computation: no autograd of any kind, no tracing, no tensor subclass."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or _in_function_transform():
-        return False
-    grad = torch.is_grad_enabled()
-    for t in tensors:
-        if not t.is_cpu or (grad and t.requires_grad) or type(t) not in (Tensor, torch.nn.Parameter):
-            return False
-    return True
-
-
-def _in_function_transform() -> bool:
-    """True inside torch.func (grad, jvp, vmap) and forward-mode AD, which cannot follow writes into `out=`."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    return not (
+        torch.compiler.is_compiling()
+        or not q.is_cpu
+        or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+        or not (type(q) in PLAIN_TYPES and type(k) in PLAIN_TYPES and type(v) in PLAIN_TYPES)
+        # torch.func (grad, jvp, vmap), forward-mode AD and jit tracing cannot follow writes into `out=`.
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or torch.jit.is_tracing()
+    )

@@ -28,4 +28,5 @@ class EfficientAttention(Attention):
             macs=shape.heads * product_macs("kv", N, M, D, Dv),
             exps=shape.heads * features,
             scratch=shape.heads * (features + D * Dv),
+            order="kv",
         )

@@ -28,4 +28,5 @@ def feature_cost(shape: AttentionShape, F: int, order: str, *, exps: int, scratc
         macs=shape.heads * (product_macs(order, N, M, F, Dv) + normaliser) + macs,
         exps=exps,
         scratch=shape.heads * ((N + M) * F + between + N) + scratch,
+        order=order,
     )

@@ -1,0 +1,121 @@
+"""Every attention of the registry on this machine: is it right, what does it cost, how fast is it?"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sima_attn.bench.rows import cpu_name, today
+from sima_attn.bench.timing import time_interleaved
+from sima_attn.nn import ATTENTIONS, Attention, create_attention
+from sima_attn.ops import AttentionShape, ExpCounter
+
+HEADS, CHANNELS = 3, 64  # DeiT-Tiny's
+TOKENS = (49, 196, 784, 2304, 4096)  # square grids, for the attentions that need one
+COUNTED_TOKENS = 196  # 224 x 224 pixels in patches of 16
+
+
+@dataclass(frozen=True)
+class DemoRow:
+    """One attention at one number of tokens; `error` is that of float32 against its float64 reference at 196 tokens."""
+
+    attention: str
+    H: int
+    N: int
+    D: int
+    order: str
+    error: float
+    exps: int
+    exps_in_paper: str
+    macs: int
+    speedup: float
+    p20_ms: float
+    p50_ms: float
+    p80_ms: float
+    samples: int
+    threads: int
+    device: str
+    torch: str
+    date: str
+
+
+@torch.no_grad()
+def run_demo(
+    *,
+    tokens: Sequence[int] = TOKENS,
+    seconds: float = 3.0,
+    on_step: Callable[[str], object] = lambda what: None,
+) -> list[DemoRow]:
+    """Measure every attention at every number of tokens, `seconds` each; calls `on_step` before each part."""
+    errors = {}
+    for name in ATTENTIONS:
+        on_step(f"{name}: against its reference")
+        errors[name] = relative_error(name)
+    rows = []
+    for N in tokens:
+        on_step(f"all at N = {N}")
+        rows += _rows_at(N, seconds, errors)
+    return rows
+
+
+def relative_error(name: str, N: int = COUNTED_TOKENS) -> float:
+    """How far `core` in float32 is from `reference` in float64."""
+    module, inputs = _module_and_inputs(name, N)
+    out = module.core(*inputs)
+    truth = module.double().reference(*_as_double(inputs))
+    return ((out - truth).norm() / truth.norm()).item()
+
+
+def _as_double(inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = inputs
+    q_double = q.double()
+    return q_double, q_double if k is q else k.double(), v.double()
+
+
+def _module_and_inputs(name: str, N: int) -> tuple[Attention, tuple[Tensor, Tensor, Tensor]]:
+    module = create_attention(name, HEADS * CHANNELS, HEADS, num_tokens=N).eval()
+    generator = torch.Generator().manual_seed(0)
+    packed = torch.randn(1, N, 3, HEADS, CHANNELS, generator=generator)
+    q, k, v = packed.permute(2, 0, 3, 1, 4).unbind(0)  # [1, H, N, D] each
+    return module, (q, q if module.ties_qk else k, v)
+
+
+def _rows_at(N: int, seconds: float, errors: dict[str, float]) -> list[DemoRow]:
+    modules = {name: _module_and_inputs(name, N) for name in ATTENTIONS}
+    timings = time_interleaved(
+        {name: (lambda m=module, i=inputs: m.core(*i)) for name, (module, inputs) in modules.items()},  # type: ignore[misc]
+        seconds=seconds,
+        sample_seconds=5e-3,
+        least_samples=3,
+    )
+    rows = []
+    for name, (module, inputs) in modules.items():
+        timing, cost = timings[name], module.cost(AttentionShape(1, HEADS, N, CHANNELS))
+        with ExpCounter() as counted:
+            module.core(*inputs)
+        if counted.total != cost.exps:
+            raise RuntimeError(f"{name} evaluated {counted.total} exp-like functions, its cost says {cost.exps}")
+        rows.append(
+            DemoRow(
+                attention=name,
+                H=HEADS,
+                N=N,
+                D=CHANNELS,
+                order=cost.order or "-",
+                error=float(f"{errors[name]:.2e}"),
+                exps=counted.total,
+                exps_in_paper=module.exps_in_paper or "-",
+                macs=cost.macs,
+                speedup=round(timings["softmax"].p50 / timing.p50, 3),
+                p20_ms=round(timing.p20 * 1e3, 4),
+                p50_ms=round(timing.p50 * 1e3, 4),
+                p80_ms=round(timing.p80 * 1e3, 4),
+                samples=timing.samples,
+                threads=torch.get_num_threads(),
+                device=cpu_name(),
+                torch=torch.__version__,
+                date=today(),
+            )
+        )
+    return rows

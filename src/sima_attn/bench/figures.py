@@ -1,0 +1,57 @@
+"""Rows -> figures. Needs matplotlib, which is imported only here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sima_attn.bench.demo import DemoRow
+
+
+def check_can_plot() -> None:
+    """Say what is missing before a long run, not after it."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ValueError("figures need matplotlib, which is not installed: pip install 'sima-attn[plots]'") from None
+
+
+def plot_time_against_tokens(rows: Sequence[DemoRow], path: Path) -> None:
+    """Time of each attention against the number of tokens, both logarithmic."""
+    check_can_plot()
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = list(dict.fromkeys(row.attention for row in rows))
+    figure, axes = plt.subplots(figsize=(9, 6), layout="constrained")
+    # Most time at the right first, so that the legend reads in the order of the lines.
+    last = {row.attention: row.p50_ms for row in rows if max(r.N for r in rows) == row.N}
+    colours = plt.get_cmap("tab20")
+    for name in sorted(names, key=lambda name: -last[name]):
+        mine = sorted((row for row in rows if row.attention == name), key=lambda row: row.N)
+        tokens, times = [row.N for row in mine], [row.p50_ms for row in mine]
+        if name == "sima":
+            axes.plot(tokens, times, "o-", color="crimson", linewidth=3, label="SimA", zorder=3)
+        elif name == "softmax":
+            axes.plot(tokens, times, "s-", color="black", linewidth=2.5, label="softmax (fused)", zorder=2)
+        else:
+            style = "--" if mine[0].exps == 0 else "-"
+            axes.plot(tokens, times, style, marker=".", color=colours(names.index(name)), linewidth=1.2, label=name)
+    first = rows[0]
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    ticks = sorted({row.N for row in rows})
+    axes.set_xticks(ticks, [str(n) for n in ticks])
+    axes.minorticks_off()
+    axes.set_xlabel("tokens N")
+    axes.set_ylabel("time of the attention core, ms (median)")
+    axes.set_title(f"{first.H} heads of {first.D} channels, float32, {first.threads} threads, {first.device}")
+    axes.grid(alpha=0.3)
+    axes.legend(title="dashed: no exp()", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

@@ -1,0 +1,65 @@
+"""Rows: what a benchmark measured, one flat dataclass a row, kept as CSV. Tables and figures read nothing else."""
+
+import csv
+import datetime
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import TypeVar
+
+RowType = TypeVar("RowType")
+
+_PARSE: dict[str, Callable[[str], object]] = {
+    "int": int,
+    "float": float,
+    "str": str,
+    "bool": lambda text: text == "True",
+}
+
+
+def write_rows(path: Path, rows: Sequence[object]) -> None:
+    """Write rows of one dataclass to a CSV file, whole or not at all."""
+    if not rows:
+        raise ValueError(f"there are no rows to write to {path}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", newline="") as file:
+            writer = csv.DictWriter(file, [field.name for field in fields(rows[0])], lineterminator="\n")  # type: ignore[arg-type]
+            writer.writeheader()
+            writer.writerows(asdict(row) for row in rows)  # type: ignore[call-overload]
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def read_rows(path: Path, row_type: type[RowType]) -> list[RowType]:
+    """The rows of a CSV file that `write_rows` wrote."""
+    columns = {field.name: str(getattr(field.type, "__name__", field.type)) for field in fields(row_type)}  # type: ignore[arg-type]
+    with open(path, newline="") as file:
+        reader = csv.DictReader(file)
+        if list(reader.fieldnames or []) != list(columns):
+            raise ValueError(
+                f"{path} has the columns {reader.fieldnames}, {row_type.__name__} has {list(columns)}: it was written "
+                "by another version; run the benchmark again"
+            )
+        return [row_type(**{name: _PARSE[columns[name]](text) for name, text in record.items()}) for record in reader]
+
+
+def cpu_name() -> str:
+    """The processor as the system names it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def today() -> str:
+    """The date as rows have it."""
+    return datetime.date.today().isoformat()
