@@ -86,7 +86,6 @@ def _rows_at(N: int, seconds: float, errors: dict[str, float]) -> list[DemoRow]:
     timings = time_interleaved(
         {name: (lambda m=module, i=inputs: m.core(*i)) for name, (module, inputs) in modules.items()},  # type: ignore[misc]
         seconds=seconds,
-        sample_seconds=5e-3,
         least_samples=3,
     )
     rows = []

@@ -1,0 +1,92 @@
+"""The benchmarks run on small shapes, refuse wrong results, and the README shows what the rows hold."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from sima_attn.bench import cpu, demo
+from sima_attn.bench.cpu import CASES, Case, CpuRow, bench_cpu
+from sima_attn.bench.figures import plot_time_against_tokens
+from sima_attn.bench.rows import read_rows
+from sima_attn.bench.tables import cpu_table, markdown
+from sima_attn.nn import ATTENTIONS
+
+REPOSITORY = Path(__file__).parents[2]
+SMALL = (Case(1, 2, 9, 4, goal=1.0), Case(2, 2, 3, 4, goal=1.0))
+
+
+def test_cpu_benchmark_has_a_row_for_every_method_and_shape():
+    (first, second) = bench_cpu(cases=SMALL, seconds=0.0, compiled=False)
+    assert [row.method for row in first] == ["softmax", "paper", "sima"]
+    assert first[0].speedup == 1.0
+    assert [(row.order, row.N) for row in (first[2], second[2])] == [("kv", 9), ("qk", 3)]
+    for row in first + second:
+        assert row.p20_us <= row.p50_us <= row.p80_us
+        assert row.p50_us > 0
+        assert row.error < 1e-5
+        assert row.torch == torch.__version__
+
+
+def test_cpu_benchmark_gives_the_threads_back():
+    before = torch.get_num_threads()
+    rows = next(bench_cpu(cases=SMALL[:1], threads=2, seconds=0.0, compiled=False))
+    assert rows[0].threads == 2
+    assert torch.get_num_threads() == before
+    with pytest.raises(ValueError, match="threads must be at least 1, got 0"):
+        next(bench_cpu(threads=0))
+
+
+def test_no_time_is_reported_for_a_wrong_result(monkeypatch):
+    monkeypatch.setitem(cpu.METHODS, "sima", lambda q, k, v: torch.zeros_like(v))
+    with pytest.raises(RuntimeError, match=r"sima .* is off by 1.0e\+00"):
+        next(bench_cpu(cases=SMALL, seconds=0.0, compiled=False))
+
+
+def test_the_demo_has_every_attention_right_at_every_size(tmp_path):
+    steps = []
+    rows = demo.run_demo(tokens=(49, 196), seconds=0.0, on_step=steps.append)
+    assert [(row.attention, row.N) for row in rows] == [(name, N) for N in (49, 196) for name in ATTENTIONS]
+    assert all(row.error < 1e-5 for row in rows)
+    assert {row.attention for row in rows if row.exps == 0} == {"sima", "cosformer", "cosformer_2d"}
+    assert [row.order for row in rows if row.attention == "sima"] == ["qk", "kv"]
+    assert len(steps) == len(ATTENTIONS) + 2
+    figure = tmp_path / "figures" / "time.png"
+    plot_time_against_tokens(rows, figure)
+    assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_demo_stops_when_a_count_is_wrong(monkeypatch):
+    true_cost = ATTENTIONS["elu"].cost
+    monkeypatch.setattr(ATTENTIONS["elu"], "cost", lambda self, shape: replace(true_cost(self, shape), exps=7))
+    with pytest.raises(RuntimeError, match=r"elu evaluated .* its cost says 7"):
+        demo.run_demo(tokens=(49,), seconds=0.0)
+
+
+def committed_rows():
+    return read_rows(REPOSITORY / "benchmarks" / "results" / "cpu.csv", CpuRow)
+
+
+def test_committed_rows_cover_every_case_on_one_and_two_threads():
+    found = {(row.method, row.compiled, row.threads, row.B, row.H, row.N, row.D) for row in committed_rows()}
+    forms = [("softmax", False), ("paper", False), ("sima", False), ("paper", True), ("sima", True)]
+    assert found == {
+        (method, compiled, threads, case.B, case.H, case.N, case.D)
+        for method, compiled in forms
+        for threads in (1, 2)
+        for case in CASES
+    }
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_tables_of_the_docs_are_made_of_the_committed_rows(threads):
+    table = markdown(*cpu_table(committed_rows(), threads))
+    page = {1: "README.md", 2: "docs/cpu-speed.md"}[threads]
+    assert table in (REPOSITORY / page).read_text()
+
+
+def test_a_table_of_threads_that_were_not_measured_is_an_error():
+    with pytest.raises(ValueError, match=re.escape("no rows for 64 threads; there are: [1, 2]")):
+        cpu_table(committed_rows(), 64)

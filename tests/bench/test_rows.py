@@ -1,0 +1,51 @@
+"""Rows survive the trip through a file, or say why not."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from sima_attn.bench.rows import cpu_name, read_rows, write_rows
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    fused: bool
+    count: int
+    speed: float
+
+
+ROWS = [Row("a, with a comma", True, 3, 1.5), Row("b", False, -1, 2e-7)]
+
+
+def test_rows_come_back_as_they_went(tmp_path):
+    path = tmp_path / "deep" / "rows.csv"
+    write_rows(path, ROWS)
+    assert read_rows(path, Row) == ROWS
+    write_rows(path, ROWS[:1])
+    assert read_rows(path, Row) == ROWS[:1]
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path):
+    path = tmp_path / "rows.csv"
+    write_rows(path, ROWS)
+    with pytest.raises(TypeError):
+        write_rows(path, [ROWS[0], "not a row"])
+    assert read_rows(path, Row) == ROWS
+    assert [p.name for p in tmp_path.iterdir()] == ["rows.csv"]
+
+
+def test_a_file_of_other_columns_is_named(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("name,speed\na,1\n")
+    with pytest.raises(ValueError, match=r"has the columns \['name', 'speed'\].*run the benchmark again"):
+        read_rows(path, Row)
+
+
+def test_no_rows_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="no rows to write"):
+        write_rows(tmp_path / "rows.csv", [])
+
+
+def test_the_processor_has_a_name():
+    assert cpu_name()

@@ -1,0 +1,55 @@
+"""The operator on a CUDA device; skipped without one."""
+
+import pytest
+import torch
+
+from closeness import assert_as_accurate, assert_close
+from sima_attn.nn import ATTENTIONS, create_attention
+from sima_attn.ops import sima_attention, sima_reference
+from sima_attn.ops.reference import algorithm_1
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def packed_qkv(dtype, B=4, N=300, H=3, D=48):
+    packed = torch.randn(B, N, 3, H, D, device="cuda").to(dtype)
+    return packed.permute(2, 0, 3, 1, 4).unbind(0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("order", ["kv", "qk"])
+@pytest.mark.parametrize("with_autograd", [True, False])
+def test_error_is_at_most_twice_that_of_plain_torch(dtype, order, with_autograd):
+    q, k, v = packed_qkv(dtype)
+    truth = sima_reference(q.double(), k.double(), v.double())
+    plain = algorithm_1(q, k, v, order=order)
+    if with_autograd:
+        q = q.requires_grad_()
+    assert_as_accurate(sima_attention(q, k, v, order=order), plain, truth, factor=2 if dtype != torch.float64 else 4)
+
+
+def test_masks_and_token_ref_agree_with_the_cpu():
+    q, k, v = packed_qkv(torch.float64)
+    mask = torch.rand(4, 300, device="cuda") > 0.3
+    out = sima_attention(q, k, v, key_mask=mask, query_mask=mask, token_ref=100)
+    on_cpu = sima_attention(q.cpu(), k.cpu(), v.cpu(), key_mask=mask.cpu(), query_mask=mask.cpu(), token_ref=100)
+    assert_close(out.cpu(), on_cpu)
+
+
+def test_compiled_and_under_autocast():
+    torch._dynamo.reset()
+    q, k, v = packed_qkv(torch.bfloat16)
+    with torch.autocast("cuda", torch.bfloat16):
+        out = torch.compile(sima_attention, fullgraph=True)(q, k, v)
+        assert_close(out, sima_attention(q, k, v), 1e-2)
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_every_attention_agrees_with_the_cpu(name):
+    module = create_attention(name, 24, 3, num_tokens=64).double()
+    x = torch.randn(2, 64, 24, dtype=torch.float64)
+    expected = module(x)
+    assert_close(module.cuda()(x.cuda()).cpu(), expected, 1e-9)
