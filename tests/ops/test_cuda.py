@@ -19,7 +19,7 @@ def packed_qkv(dtype, B=4, N=300, H=3, D=48):
     return packed.permute(2, 0, 3, 1, 4).unbind(0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("order", ["kv", "qk"])
 @pytest.mark.parametrize("with_autograd", [True, False])
 def test_error_is_at_most_twice_that_of_plain_torch(dtype, order, with_autograd):
@@ -28,7 +28,7 @@ def test_error_is_at_most_twice_that_of_plain_torch(dtype, order, with_autograd)
     plain = algorithm_1(q, k, v, order=order)
     if with_autograd:
         q = q.requires_grad_()
-    assert_as_accurate(sima_attention(q, k, v, order=order), plain, truth, factor=2 if dtype != torch.float64 else 4)
+    assert_as_accurate(sima_attention(q, k, v, order=order), plain, truth)
 
 
 def test_masks_and_token_ref_agree_with_the_cpu():
