@@ -12,9 +12,7 @@ from rich.table import Table
 from sima_attn._version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from sima_attn.bench.demo import DemoRow
+    from sima_attn.bench.tables import TextTable
 
 app = typer.Typer(
     name="sima",
@@ -58,9 +56,10 @@ def demo(
     seconds: Seconds = 3.0,
 ) -> None:
     """Compare every attention on this machine: parity, exp() calls, MACs, speed against softmax."""
-    from sima_attn.bench.demo import TOKENS, run_demo
+    from sima_attn.bench.demo import COUNTED_TOKENS, TOKENS, run_demo
     from sima_attn.bench.figures import check_can_plot, plot_time_against_tokens
     from sima_attn.bench.rows import write_rows
+    from sima_attn.bench.tables import demo_table
     from sima_attn.nn import ATTENTIONS
 
     check_can_plot()
@@ -77,33 +76,26 @@ def demo(
         step("done")
 
     write_rows(out / "rows.csv", rows)
-    plot_time_against_tokens(rows, out / "time_against_tokens.png")
-    console.print(_demo_table(rows))
-    orders = ", ".join(f"{row.order} at N = {row.N}" for row in rows if row.attention == "sima")
-    console.print(f"SimA took the cheaper order of its products: {orders}.", highlight=False)
-    console.print(
-        f"Figure: {out / 'time_against_tokens.png'}    Rows: {out / 'rows.csv'}", highlight=False, soft_wrap=True
-    )
-
-
-def _demo_table(rows: "Sequence[DemoRow]") -> Table:
-    from sima_attn.bench.demo import COUNTED_TOKENS
-
-    first, tokens = rows[0], sorted({row.N for row in rows})
-    table = Table(
+    figure = out / "time_against_tokens.png"
+    plot_time_against_tokens(rows, figure)
+    first = rows[0]
+    _print_table(
+        demo_table(rows, COUNTED_TOKENS),
         title=f"{first.H} heads of {first.D} channels, float32, {first.threads} threads, {first.device}",
         caption=f"exp(), MACs and error at N = {COUNTED_TOKENS}; speed against fused softmax, higher is faster",
     )
-    table.add_column("attention", no_wrap=True)
-    for heading in ("error", "exp()", "in paper", "MMACs", *(f"N={n}" for n in tokens)):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for name in dict.fromkeys(row.attention for row in rows):
-        mine = {row.N: row for row in rows if row.attention == name}
-        counted = mine[COUNTED_TOKENS]
-        speeds = [f"{mine[n].speedup:.2f}x" if mine[n].speedup < 10 else f"{mine[n].speedup:.0f}x" for n in tokens]
-        facts = [f"{counted.error:.0e}", f"{counted.exps:,}", counted.exps_in_paper, f"{counted.macs / 1e6:.1f}"]
-        table.add_row(name, *facts, *speeds, style="bold green" if name == "sima" else None)
-    return table
+    orders = ", ".join(f"{row.order} at N = {row.N}" for row in rows if row.attention == "sima")
+    console.print(f"SimA took the cheaper order of its products: {orders}.", highlight=False)
+    console.print(f"Figure: {figure}\nRows:   {out / 'rows.csv'}", highlight=False, soft_wrap=True)
+
+
+def _print_table(text: "TextTable", title: str, caption: str | None = None) -> None:
+    table = Table(title=title, caption=caption)
+    for column, heading in enumerate(text.header):
+        table.add_column(heading, justify="right" if column else "left", no_wrap=True)
+    for i, line in enumerate(text.lines):
+        table.add_row(*line, style="bold green" if i in text.bold else None)
+    console.print(table)
 
 
 @bench_app.command("cpu")
@@ -133,11 +125,8 @@ def bench_cpu_command(
             measured.close()
     write_rows(out, rows)
     for count in threads:
-        header, cells = cpu_table(rows, count)
-        table = Table(*header, title=f"Speed against softmax, {count} thread{'s' * (count > 1)}, {rows[0].device}")
-        for line in cells:
-            table.add_row(*(cell.strip("*") for cell in line))
-        console.print(table)
+        title = f"Speed against softmax, {count} thread{'s' * (count > 1)}, {rows[0].device}"
+        _print_table(cpu_table(rows, count), title, caption="GFLOP/s are SimA's; matmul is a 1024^3 product")
     console.print(f"Rows: {out}", highlight=False)
 
 
@@ -151,9 +140,9 @@ def bench_table_command(
     """Print the rows of the CPU benchmark as the Markdown table of the README."""
     from sima_attn.bench.cpu import CpuRow
     from sima_attn.bench.rows import read_rows
-    from sima_attn.bench.tables import cpu_table, markdown
+    from sima_attn.bench.tables import cpu_table
 
-    print(markdown(*cpu_table(read_rows(rows_file, CpuRow), threads)))
+    print(cpu_table(read_rows(rows_file, CpuRow), threads).markdown())
 
 
 def main() -> None:

@@ -1,50 +1,71 @@
-"""Rows -> the tables in the README and the terminal."""
+"""Rows -> the tables of the README, the docs and the terminal: a header and cells of text."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-from sima_attn.bench.cpu import CpuRow
+if TYPE_CHECKING:
+    from sima_attn.bench.cpu import CpuRow
+    from sima_attn.bench.demo import DemoRow
 
-Cells = list[list[str]]
+
+class TextTable(NamedTuple):
+    """A table of text; the lines in `bold` are SimA's."""
+
+    header: list[str]
+    lines: list[list[str]]
+    bold: set[int]
+
+    def markdown(self) -> str:
+        """The table as Markdown."""
+        shown = [[f"**{cell}**" for cell in line] if i in self.bold else line for i, line in enumerate(self.lines)]
+        return "\n".join(f"| {' | '.join(line)} |" for line in [self.header, ["---"] * len(self.header), *shown])
 
 
-def cpu_table(rows: Sequence[CpuRow], threads: int) -> tuple[list[str], Cells]:
-    """Speed against softmax, a line a shape: header and cells."""
-    found: dict[tuple[int, int, int, int], dict[str, CpuRow]] = {}
+def cpu_table(rows: Sequence[CpuRow], threads: int) -> TextTable:
+    """Speed against softmax at every shape."""
+    found: dict[tuple[int, int, int, int], dict[tuple[str, bool], CpuRow]] = {}
     for row in rows:
         if row.threads == threads:
-            name = f"{row.method}, compiled" if row.compiled else row.method
-            found.setdefault((row.B, row.H, row.N, row.D), {})[name] = row
+            found.setdefault((row.B, row.H, row.N, row.D), {})[row.method, row.compiled] = row
     if not found:
         raise ValueError(f"there are no rows for {threads} threads; there are: {sorted({row.threads for row in rows})}")
-    header = [
-        "B, H, N, D",
-        "order",
-        "softmax",
-        "paper",
-        "SimA",
-        "paper, compiled",
-        "SimA, compiled",
-        "SimA GFLOP/s",
-        "matmul GFLOP/s",
-    ]
-    if threads == 1:
-        header.insert(5, "goal")
-    cells = []
-    for shape, by_name in found.items():
-        sima = by_name["sima"]
-        line = [", ".join(map(str, shape)), sima.order, "1.0x", _times(by_name.get("paper")), f"**{_times(sima)}**"]
-        line += [f"{sima.goal:g}x"] if threads == 1 else []
-        line += [_times(by_name.get("paper, compiled")), _times(by_name.get("sima, compiled"))]
-        line += [f"{sima.gflops:.0f}", f"{sima.matmul_gflops:.0f}"]
-        cells.append(line)
-    return header, cells
+    header = ["B, H, N, D", "order", "paper", "SimA", "goal", "paper, compiled", "SimA, compiled", "GFLOP/s", "matmul"]
+    lines = []
+    for shape, forms in found.items():
+        sima = forms["sima", False]
+        lines.append(
+            [
+                ", ".join(map(str, shape)),
+                sima.order,
+                _times(forms.get(("paper", False))),
+                _times(sima),
+                f"{sima.goal:g}x" if threads == 1 else "-",
+                _times(forms.get(("paper", True))),
+                _times(forms.get(("sima", True))),
+                f"{sima.gflops:.0f}",
+                f"{sima.matmul_gflops:.0f}",
+            ]
+        )
+    return TextTable(header, lines, bold=set())
 
 
-def _times(row: CpuRow | None) -> str:
+def demo_table(rows: Sequence[DemoRow], counted_tokens: int) -> TextTable:
+    """Error, counts and speed against softmax of every attention; the counts are those at `counted_tokens`."""
+    tokens = sorted({row.N for row in rows})
+    header = ["attention", "error", "exp()", "in paper", "MMACs", *(f"N={n}" for n in tokens)]
+    lines: list[list[str]] = []
+    bold = set()
+    for name in dict.fromkeys(row.attention for row in rows):
+        mine = {row.N: row for row in rows if row.attention == name}
+        counted = mine[counted_tokens]
+        facts = [f"{counted.error:.0e}", f"{counted.exps:,}", counted.exps_in_paper, f"{counted.macs / 1e6:.1f}"]
+        if name == "sima":
+            bold.add(len(lines))
+        lines.append([name, *facts, *(_times(mine[n]) for n in tokens)])
+    return TextTable(header, lines, bold)
+
+
+def _times(row: CpuRow | DemoRow | None) -> str:
     return "-" if row is None else f"{row.speedup:.2f}x" if row.speedup < 10 else f"{row.speedup:.1f}x"
-
-
-def markdown(header: Sequence[str], cells: Cells) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *cells]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

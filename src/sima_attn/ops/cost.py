@@ -68,7 +68,7 @@ def choose_order(N: int, M: int, D: int, Dv: int) -> str:
 
     For self-attention with Dv = D this is the paper's rule: "qk" where N < D.
     """
-    return "qk" if product_macs("qk", N, M, D, Dv) < product_macs("kv", N, M, D, Dv) else "kv"
+    return "qk" if N * M * (D + Dv) < D * Dv * (N + M) else "kv"
 
 
 def resolve_order(order: str, N: int, M: int, D: int, Dv: int) -> str:

@@ -58,15 +58,13 @@ def folded_by_image(
 
     torch.matmul copies head views of a packed qkv tensor when B > 1; torch.bmm on one image reads them
     in place. The output lies in memory as [B, N, H, Dv], so the projection after it needs no copy either.
-    Written flat: at 200 tokens every call of a function shows in the time.
     """
-    (B, H, N, D), M, Dv = q.shape, k.shape[2], v.shape[3]
+    (B, H, N, D), tokens = q.shape, max(q.shape[2], k.shape[2])
     work = compute_dtype(q.dtype)
-    tile = max(1, TILE_NUMBERS // (H * D))  # tokens that are copied at once
-    in_tiles = order == "kv" and max(N, M) > tile
-    out = q.new_empty(B, N, H, Dv).transpose(1, 2)  # [B, H, N, Dv]
-    q_scratch = q.new_empty(H, tile if in_tiles else N, D, dtype=work)
-    k_scratch = q_scratch if M == N or in_tiles else q.new_empty(H, M, D, dtype=work)
+    out = q.new_empty(B, N, H, v.shape[3]).transpose(1, 2)  # [B, H, N, Dv]
+    room = tokens if order == "qk" else min(tokens, max(1, TILE_NUMBERS // (H * D)))
+    scratch = q.new_empty(H, room, D, dtype=work)
+    operands = _kv_operands if order == "kv" else _qk_operands
     # Only a dense result is computed by several threads; without them writing in place saves a copy.
     in_place = q.dtype == work and torch.get_num_threads() == 1
 
@@ -74,24 +72,7 @@ def folded_by_image(
         q_b, k_b, v_b = q[b], k[b], v[b]  # [H, N, D], [H, M, D], [H, M, Dv]
         if q.dtype != work:
             q_b, k_b, v_b = q_b.to(work), k_b.to(work), v_b.to(work)
-        if in_tiles:
-            kv, norms = _kv_and_norms_in_tiles(q_b, k_b, v_b, q_scratch, eps)  # [H, D, Dv], [H, D]
-        else:
-            norms = torch.abs(q_b, out=q_scratch).sum(1).clamp_min_(eps)  # [H, D]
-            if order == "kv":
-                # K^T V and |K|_1 both read a dense copy of k while it is in the cache.
-                kv = torch.bmm(k_scratch.copy_(k_b).mT, v_b)  # [H, D, Dv]
-                norms.mul_(k_scratch.abs_().sum(1).clamp_min_(eps))
-            else:
-                norms.mul_(torch.abs(k_b, out=k_scratch).sum(1).clamp_min_(eps))
-        if gain is not None:
-            norms /= gain[b] if isinstance(gain, Tensor) else gain
-        if order == "kv":
-            left, right = q_b, kv.div_(norms.unsqueeze(2))
-        else:
-            # (K (Q s)^T)^T instead of (Q s) K^T: the same products, 7 % sooner with MKL at N = 64, D = 256.
-            qs = torch.mul(q_b, norms.reciprocal_().unsqueeze(1), out=q_scratch)  # [H, N, D]
-            left, right = torch.bmm(k_b, qs.mT).mT, v_b
+        left, right = operands(q_b, k_b, v_b, scratch, eps, gain[b] if isinstance(gain, Tensor) else gain)
         if in_place:
             torch.bmm(left, right, out=out[b])
         else:
@@ -99,17 +80,49 @@ def folded_by_image(
     return out
 
 
-def _kv_and_norms_in_tiles(q: Tensor, k: Tensor, v: Tensor, scratch: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """K^T V [H, D, Dv] and |Q|_1 |K|_1 [H, D] of more tokens than the scratch [H, tile, D] has room for."""
-    H, tile, D = scratch.shape
-    kv, q_norm, k_norm = q.new_zeros(H, D, v.shape[2]), q.new_zeros(H, D), q.new_zeros(H, D)
-    for q_tile in q.split(tile, dim=1):
-        q_norm += torch.abs(q_tile, out=scratch[:, : q_tile.shape[1]]).sum(1)
-    for k_tile, v_tile in zip(k.split(tile, dim=1), v.split(tile, dim=1), strict=True):
-        dense = scratch[:, : k_tile.shape[1]].copy_(k_tile)
-        kv += torch.bmm(dense.mT, v_tile)
-        k_norm += dense.abs_().sum(1)
-    return kv, q_norm.clamp_min_(eps).mul_(k_norm.clamp_min_(eps))
+def _kv_operands(
+    q: Tensor, k: Tensor, v: Tensor, scratch: Tensor, eps: float, gain: float | Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Q [H, N, D] and diag(s) K^T V [H, D, Dv], whose product is O."""
+    norms = _l1_in_scratch(q, scratch).clamp_min_(eps)  # [H, D]
+    if k.shape[1] == scratch.shape[1] and k.stride(1) * k.element_size() % 2048 == 0:
+        # Rows that lie a multiple of 2 KiB apart compete for the same few sets of the cache: then K^T V is
+        # 10 % sooner from a dense copy (in packed qkv of C = 512 or 1024, say).
+        kv = torch.bmm(scratch.copy_(k).mT, v)  # [H, D, Dv]
+        norms.mul_(scratch.abs_().sum(1).clamp_min_(eps))
+    else:
+        kv = torch.bmm(k.mT, v)
+        norms.mul_(_l1_in_scratch(k, scratch).clamp_min_(eps))
+    if gain is not None:
+        norms /= gain
+    return q, kv.div_(norms.unsqueeze(2))
+
+
+def _qk_operands(
+    q: Tensor, k: Tensor, v: Tensor, scratch: Tensor, eps: float, gain: float | Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Q diag(s) K^T [H, N, M] and V [H, M, Dv], whose product is O."""
+    norms = _l1_in_scratch(q, scratch).clamp_min_(eps)  # [H, D]
+    norms.mul_(_l1_in_scratch(k, scratch).clamp_min_(eps))
+    if gain is not None:
+        norms /= gain
+    qs = torch.mul(q, norms.reciprocal_().unsqueeze(1), out=_room(scratch, q))  # [H, N, D]
+    # (K (Q s)^T)^T instead of (Q s) K^T: the same products, 7 % sooner with MKL at N = 64, D = 256.
+    return torch.bmm(k, qs.mT).mT, v
+
+
+def _l1_in_scratch(x: Tensor, scratch: Tensor) -> Tensor:
+    """|x|_1 over the tokens of x [H, N, D] -> [H, D], as many tokens at a time as the scratch has room for."""
+    if x.shape[1] <= scratch.shape[1]:
+        return torch.abs(x, out=_room(scratch, x)).sum(1)
+    norm = x.new_zeros(x.shape[0], x.shape[2])
+    for tile in x.split(scratch.shape[1], dim=1):
+        norm += torch.abs(tile, out=_room(scratch, tile)).sum(1)
+    return norm
+
+
+def _room(scratch: Tensor, x: Tensor) -> Tensor:
+    return scratch if x.shape[1] == scratch.shape[1] else scratch[:, : x.shape[1]]
 
 
 def sima_eager(
