@@ -10,7 +10,7 @@ READY := .venv/.ready
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(READY) ## compare every attention on this machine (about 40 s), figure under runs/demo/
+demo: $(READY) ## compare every attention on this machine (under a minute), figure under runs/demo/
 	.venv/bin/sima demo
 
 test: $(READY) ## the whole test suite
@@ -25,7 +25,7 @@ format: $(READY) ## let ruff fix and format
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
 
-bench-cpu: $(READY) ## CPU speed against softmax -> benchmarks/results/cpu.csv (about 5 minutes)
+bench-cpu: $(READY) ## CPU speed against softmax -> benchmarks/results/cpu.csv (about 3 minutes)
 	.venv/bin/sima bench cpu
 
 clean: ## remove the environment and everything runs have left
@@ -33,7 +33,7 @@ clean: ## remove the environment and everything runs have left
 
 # The stamp is newer than pyproject.toml when the environment is up to date: then nothing is asked of uv.
 $(READY): pyproject.toml | $(UV)
-	$(UV) sync --quiet --extra plots --group dev
+	$(UV) sync --extra plots --group dev
 	@touch $@
 
 .tools/uv/bin/uv:

@@ -86,5 +86,9 @@ def test_cross_attention_masks_are_exact():
 def test_cross_attention_refuses_a_context_of_other_images():
     with pytest.raises(ValueError, match="agree in batch and heads"):
         SimCrossAttention(12, 3)(torch.randn(2, 5, 12), torch.randn(3, 9, 12))
+    with pytest.raises(ValueError, match=r"tokens must have shape \[batch, tokens, 20\], got \(2, 9, 12\)"):
+        SimCrossAttention(12, 3, context_dim=20)(torch.randn(2, 5, 12), torch.randn(2, 9, 12))
+    with pytest.raises(ValueError, match=r"tokens must have shape \[batch, tokens, 12\], got \(7, 12\)"):
+        SimClassAttention(12, 3)(torch.randn(7, 12))
     with pytest.raises(ValueError, match="unknown order"):
         SimCrossAttention(12, 3, order="vq")

@@ -248,6 +248,13 @@ def test_an_unknown_name_is_answered_with_the_nearest():
         create_attention("smia", 8, 2)
 
 
+@every
+@pytest.mark.parametrize("shape", [(N, H * D), (B, 4, 4, H * D), (B, N, H * D + 1)])
+def test_tokens_of_another_shape_are_named(name, shape):
+    with pytest.raises(ValueError, match=re.escape(f"tokens must have shape [batch, tokens, {H * D}], got {shape}")):
+        build(name)(torch.randn(shape))
+
+
 def test_heads_must_divide_the_width():
     with pytest.raises(ValueError, match=r"num_heads must divide dim=6, got 4; possible: \[1, 2, 3, 6\]"):
         create_attention("sima", 6, 4)

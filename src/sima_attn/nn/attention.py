@@ -79,6 +79,7 @@ class Attention(nn.Module, ABC):
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens [B, N, C] -> q, k, v [B, H, N, D], views of one packed tensor."""
+        check_tokens(x, self.attn_dim)
         packed = self.qkv(x).unflatten(-1, (-1, self.num_heads, self.head_dim))  # [B, N, 3 or 2, H, D]
         parts = packed.permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, D] each
         if self.ties_qk:
@@ -136,6 +137,12 @@ def computed_in_float32(core):
             return core(self, up, up if k is q else k.to(work), v.to(work)).to(dtype)
 
     return wrapped
+
+
+def check_tokens(x: Tensor, dim: int) -> None:
+    """Raise unless x is [B, N, dim]."""
+    if x.dim() != 3 or x.shape[2] != dim:
+        raise ValueError(f"tokens must have shape [batch, tokens, {dim}], got {tuple(x.shape)}")
 
 
 def split_heads(dim: int, num_heads: int) -> int:

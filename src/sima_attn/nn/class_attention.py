@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sima_attn.nn.attention import split_heads
+from sima_attn.nn.attention import check_tokens, split_heads
 from sima_attn.ops.api import check_eps, check_qkv
 from sima_attn.ops.cost import AttentionShape, Cost
 from sima_attn.ops.eager import compute_dtype, folded_scale
@@ -50,6 +50,7 @@ class SimClassAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Tokens [B, N, C], the class token first -> the new class token [B, 1, C]."""
+        check_tokens(x, self.num_heads * self.head_dim)
         B, N, _ = x.shape
         q, k, v = (
             layer(x).view(B, N, self.num_heads, self.head_dim).transpose(1, 2) for layer in (self.q, self.k, self.v)

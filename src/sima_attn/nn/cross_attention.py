@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sima_attn.nn.attention import split_heads
+from sima_attn.nn.attention import check_tokens, split_heads
 from sima_attn.ops.api import check_eps, check_order, check_token_ref, sima_attention
 
 
@@ -56,6 +56,8 @@ class SimCrossAttention(nn.Module):
         context_mask: Tensor | None = None,
     ) -> Tensor:
         """Tokens [B, N, C], context [B, M, context_dim] -> tokens [B, N, C]; masks are True for real tokens."""
+        check_tokens(x, self.q.in_features)
+        check_tokens(context, self.kv.in_features)
         q = self.q(x).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)  # [B, H, N, D]
         kv = self.kv(context).unflatten(-1, (2, self.num_heads, self.head_dim))  # [B, M, 2, H, D]
         k, v = kv.permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, M, D] each
