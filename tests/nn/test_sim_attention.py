@@ -70,6 +70,15 @@ def test_ablations_of_the_norm(norm, order):
     assert_close(module.matrix(q, k) @ v, sima_reference(q, k, v, norm=norm))
 
 
+def test_the_l2_norm_of_a_dead_channel_has_a_finite_gradient():
+    module = SimAttention(16, 2, norm="l2")
+    q, k, v = torch.randn(3, 1, 2, 5, 8)
+    q[..., 0] = 0
+    q.requires_grad_()
+    module.core(q, k, v).sum().backward()
+    assert not q.grad.isnan().any()
+
+
 def test_a_single_head_is_one_wide_head():
     module = SimAttention(24, num_heads=1).double()
     q, k, v = torch.randn(3, 1, 1, 5, 24, dtype=torch.float64)

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from closeness import assert_as_accurate, assert_close, relative_error
 from recorder import Recorder
 from sima_attn.ops import choose_order, plan, sima_attention, sima_matrix_reference, sima_reference
-from sima_attn.ops.eager import TILE_NUMBERS, folded_attention, folded_scale
+from sima_attn.ops.cpu_inference import TILE_NUMBERS
+from sima_attn.ops.eager import folded_attention, folded_scale
 from sima_attn.ops.reference import algorithm_1
 
 ORDERS = ("kv", "qk")
