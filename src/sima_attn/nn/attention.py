@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sima_attn._errors import unknown_name
-from sima_attn.ops.api import check_eps, check_mask, check_order, check_token_ref, plan, sima_attention
+from sima_attn.ops.api import check_mask, check_options, plan, sima_attention
 from sima_attn.ops.cost import AttentionShape, Cost, sima_cost
 from sima_attn.ops.eager import NORMS, compute_dtype, sima_eager
 from sima_attn.ops.reference import sima_matrix_reference
@@ -116,8 +116,8 @@ class Attention(nn.Module, ABC):
         if attn_mask is not None or is_causal:
             given = "is_causal=True" if is_causal else "an attn_mask"
             raise ValueError(
-                f"{type(self).__name__} cannot honour {given}: its attention matrix is never written down, so "
-                "single pairs of tokens cannot be masked"
+                f"{type(self).__name__} cannot honour {given}: masks of token pairs need a softmax row by row; "
+                "use the attention 'softmax' for them"
             )
 
     def extra_repr(self) -> str:
@@ -181,10 +181,7 @@ class SimAttention(Attention):
         super().__init__(dim, num_heads, *args, **kwargs)
         if norm not in NORMS:
             raise unknown_name("norm", norm, NORMS)
-        check_order(order)
-        check_eps(eps)
-        if token_ref is not None:
-            check_token_ref(token_ref)
+        check_options(order=order, token_ref=token_ref, eps=eps)
         self.norm_over_tokens = norm
         self.order = order
         self.token_ref = token_ref

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sima_attn.nn.attention import check_tokens, split_heads
-from sima_attn.ops.api import check_eps, check_order, check_token_ref, sima_attention
+from sima_attn.ops.api import check_options, sima_attention
 
 
 class SimCrossAttention(nn.Module):
@@ -34,10 +34,7 @@ class SimCrossAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_order(order)
-        check_eps(eps)
-        if token_ref is not None:
-            check_token_ref(token_ref)
+        check_options(order=order, token_ref=token_ref, eps=eps)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.num_heads = num_heads
         self.head_dim = split_heads(dim, num_heads)

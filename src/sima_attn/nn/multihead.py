@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sima_attn.nn.attention import split_heads
-from sima_attn.ops.api import check_eps, check_order, check_token_ref, sima_attention
+from sima_attn.ops.api import check_options, sima_attention
 from sima_attn.ops.reference import sima_matrix_reference
 
 
@@ -57,10 +57,7 @@ class SimMultiheadAttention(nn.Module):
                 f"kdim and vdim must be embed_dim={embed_dim}, got {kdim} and {vdim}; for another width use "
                 "SimCrossAttention(context_dim=...)"
             )
-        check_order(order)
-        check_eps(eps)
-        if token_ref is not None:
-            check_token_ref(token_ref)
+        check_options(order=order, token_ref=token_ref, eps=eps)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.embed_dim = embed_dim
         self.num_heads = num_heads

@@ -86,8 +86,7 @@ def sima_attention(
         check_mask("key_mask", key_mask, k)
     if query_mask is not None:
         check_mask("query_mask", query_mask, q)
-    if token_ref is not None:
-        check_token_ref(token_ref)
+    check_token_ref(token_ref)
     check_eps(eps)
     chosen = plan(q, k, v, order=order, backend=backend)
     return BACKENDS[chosen.backend](
@@ -147,13 +146,20 @@ def check_mask(name: str, mask: Tensor, tokens: Tensor) -> None:
         raise ValueError(f"{name} must be on {tokens.device} like the tokens, got {mask.device}")
 
 
+def check_options(*, order: str, token_ref: float | None, eps: float) -> None:
+    """The checks of a module that keeps these options for its calls of `sima_attention`."""
+    check_order(order)
+    check_token_ref(token_ref)
+    check_eps(eps)
+
+
 def check_order(order: str) -> None:
     if order not in ORDERS:
         raise unknown_name("order", order, ORDERS)
 
 
-def check_token_ref(token_ref: float) -> None:
-    if not 0 < token_ref < float("inf"):
+def check_token_ref(token_ref: float | None) -> None:
+    if token_ref is not None and not 0 < token_ref < float("inf"):
         raise ValueError(
             f"token_ref must be None or the positive number of tokens of the training size, got {token_ref!r}"
         )

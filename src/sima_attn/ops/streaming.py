@@ -31,8 +31,7 @@ class SimaAccumulator:
     """
 
     def __init__(self, *, token_ref: float | None = None, eps: float = 1e-12) -> None:
-        if token_ref is not None:
-            check_token_ref(token_ref)
+        check_token_ref(token_ref)
         check_eps(eps)
         self.token_ref = token_ref
         self.eps = eps

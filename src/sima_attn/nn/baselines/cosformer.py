@@ -6,36 +6,21 @@ Shapes: B batch, H heads, N query tokens, M key tokens, D channels a head.
 import torch
 from torch import Tensor
 
-from sima_attn.nn.attention import Attention, computed_in_float32
-from sima_attn.nn.baselines.feature_maps import feature_cost, weighted_sums
+from sima_attn.nn.baselines.feature_maps import FeatureMapAttention, feature_cost
 from sima_attn.nn.grid import token_grid
-from sima_attn.ops.api import check_order
 from sima_attn.ops.cost import AttentionShape, Cost
 
-LEAST_WEIGHT = 1e-6
 
-
-class CosformerAttention(Attention):
+class CosformerAttention(FeatureMapAttention):
     """O_i = q'_i (K'^T V) / max(q'_i . sum_j k'_j, 1e-6), q' = relu(q), k' = relu(k). No re-weighting."""
 
     exps_in_paper = "0"
 
-    def __init__(self, dim: int, num_heads: int = 8, *args, order: str = "auto", **kwargs) -> None:
-        super().__init__(dim, num_heads, *args, **kwargs)
-        check_order(order)
-        self.order = order
-
-    @computed_in_float32
-    def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        values, weights = weighted_sums(self.features(q), self.features(k), v, self.order)
-        return values / weights.clamp_min(LEAST_WEIGHT)
-
     def features(self, x: Tensor) -> Tensor:
         return x.relu()
 
-    def matrix(self, q: Tensor, k: Tensor) -> Tensor:
-        weights = q.relu() @ k.relu().mT
-        return weights / weights.sum(-1, keepdim=True).clamp_min(LEAST_WEIGHT)
+    def divisor(self, weights: Tensor) -> Tensor:
+        return weights.clamp_min(1e-6)
 
     def cost(self, shape: AttentionShape) -> Cost:
         return feature_cost(shape, shape.D, self.order, exps=0)
@@ -73,7 +58,7 @@ class Cosformer2dAttention(CosformerAttention):
         (a_q, b_q), (a_k, b_k) = self.angles(q), self.angles(k)
         near = (a_q[:, None] - a_k).cos() * (b_q[:, None] - b_k).cos()  # [N, M]
         weights = (q.relu() @ k.relu().mT) * near
-        return weights / weights.sum(-1, keepdim=True).clamp_min(LEAST_WEIGHT)
+        return weights / self.divisor(weights.sum(-1, keepdim=True))
 
     def cost(self, shape: AttentionShape) -> Cost:
         return feature_cost(shape, 4 * shape.D, self.order, exps=0)

@@ -1,11 +1,46 @@
-"""What the attentions with a positive feature map phi share: O_i = phi(q_i) S / phi(q_i) z.
+"""What the attentions with a feature map phi share: O_i = phi(q_i) S / phi(q_i) z.
 
-S = sum_j phi(k_j) v_j^T        z = sum_j phi(k_j)
+    S = sum_j phi(k_j) v_j^T        z = sum_j phi(k_j)
+
+Shapes: B batch, H heads, N query tokens, M key tokens, F features, D channels a head.
 """
+
+from abc import abstractmethod
 
 from torch import Tensor
 
+from sima_attn.nn.attention import Attention, computed_in_float32
+from sima_attn.ops.api import check_order
 from sima_attn.ops.cost import AttentionShape, Cost, product_macs, resolve_order
+
+
+class FeatureMapAttention(Attention):
+    """Linear attention with one feature map for queries and keys; a subclass gives it, and how to divide safely.
+
+    Like SimA it has both orders: phi(Q) (phi(K)^T V) and (phi(Q) phi(K)^T) V.
+    """
+
+    def __init__(self, dim: int, num_heads: int = 8, *args, order: str = "auto", **kwargs) -> None:
+        super().__init__(dim, num_heads, *args, **kwargs)
+        check_order(order)
+        self.order = order
+
+    @abstractmethod
+    def features(self, x: Tensor) -> Tensor:
+        """phi(x): [B, H, N, D] -> [B, H, N, F]."""
+
+    @abstractmethod
+    def divisor(self, weights: Tensor) -> Tensor:
+        """The sum of a query's weights [B, H, N, 1], kept away from zero."""
+
+    @computed_in_float32
+    def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        values, weights = weighted_sums(self.features(q), self.features(k), v, self.order)
+        return values / self.divisor(weights)
+
+    def matrix(self, q: Tensor, k: Tensor) -> Tensor:
+        weights = self.features(q) @ self.features(k).mT
+        return weights / self.divisor(weights.sum(-1, keepdim=True))
 
 
 def weighted_sums(phi_q: Tensor, phi_k: Tensor, v: Tensor, order: str) -> tuple[Tensor, Tensor]:
