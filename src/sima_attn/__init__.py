@@ -1,14 +1,17 @@
 """sima-attn: vision transformers without a single exp().
 
-Names are imported when they are first used, so that `import sima_attn` and `sima --help` stay quick.
+Names are imported when they are first used, so that `import sima_attn` and `sima --help` stay quick. Our
+models join timm's registry when timm is imported, before or after this package.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from sima_attn._timm_registration import register_with_timm
 from sima_attn._version import __version__
 
 if TYPE_CHECKING:
+    from sima_attn.models import load_official, save_official
     from sima_attn.nn import (
         ATTENTIONS,
         SimAttention,
@@ -34,6 +37,7 @@ _HOME = {
         ),
         "sima_attn.nn",
     ),
+    **dict.fromkeys(("load_official", "save_official"), "sima_attn.models"),
 }
 
 __all__ = [
@@ -48,6 +52,8 @@ __all__ = [
     "attention_class",
     "choose_order",
     "create_attention",
+    "load_official",
+    "save_official",
     "sima_attention",
 ]
 
@@ -60,3 +66,6 @@ def __getattr__(name: str):
 
 def __dir__() -> list[str]:
     return __all__
+
+
+register_with_timm()

@@ -19,6 +19,12 @@ def test_class_attention_is_the_first_row_of_sima_over_all_tokens():
         assert_close(module.core(q[:, :, :1].expand_as(q), k, v), sima_reference(q, k, v, eps=1e-6)[:, :, :1])
 
 
+def test_class_attention_makes_up_for_other_token_counts():
+    module = SimClassAttention(12, 3, token_ref=14).double()
+    q, k, v = torch.randn(3, 2, 3, 7, 4, dtype=torch.float64)
+    assert_close(module.core(q, k, v), sima_reference(q, k, v, eps=1e-6, token_ref=14)[:, :, :1])
+
+
 def test_class_attention_has_the_parameters_and_output_shape_of_timm():
     ours, theirs = SimClassAttention(12, 3), ClassAttn(12, 3, qkv_bias=True)
     assert {k: v.shape for k, v in ours.state_dict().items()} == {k: v.shape for k, v in theirs.state_dict().items()}

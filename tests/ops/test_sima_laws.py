@@ -293,6 +293,11 @@ def test_autocast_does_not_lower_the_precision():
         assert_close(sima_attention(q.requires_grad_(), k, v), exact, 1e-6)
 
 
+def test_shapes_are_found_on_the_meta_device():
+    q, k, v = (t.to("meta") for t in random_qkv((2, 3, 5, 7, 4, 6)))
+    assert sima_attention(q, k, v, token_ref=9).shape == (2, 3, 5, 6)
+
+
 def test_an_empty_batch_gives_an_empty_batch():
     q, k, v = (t[:0] for t in random_qkv((1, 2, 3, 4, 5, 6)))
     assert sima_attention(q, k, v).shape == (0, 2, 3, 6)

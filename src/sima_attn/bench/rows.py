@@ -2,13 +2,13 @@
 
 import csv
 import datetime
-import os
 import platform
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TypeVar
+
+from sima_attn._files import written_whole
 
 RowType = TypeVar("RowType")
 
@@ -24,18 +24,10 @@ def write_rows(path: Path, rows: Sequence[object]) -> None:
     """Write rows of one dataclass to a CSV file, whole or not at all."""
     if not rows:
         raise ValueError(f"there are no rows to write to {path}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", newline="") as file:
-            writer = csv.DictWriter(file, [field.name for field in fields(rows[0])], lineterminator="\n")  # type: ignore[arg-type]
-            writer.writeheader()
-            writer.writerows(asdict(row) for row in rows)  # type: ignore[call-overload]
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with written_whole(path) as temporary, open(temporary, "w", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(rows[0])], lineterminator="\n")  # type: ignore[arg-type]
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)  # type: ignore[call-overload]
 
 
 def read_rows(path: Path, row_type: type[RowType]) -> list[RowType]:

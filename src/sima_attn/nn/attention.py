@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from sima_attn._errors import unknown_name
 from sima_attn.ops.api import check_mask, check_options, plan, sima_attention
 from sima_attn.ops.cost import AttentionShape, Cost, sima_cost
-from sima_attn.ops.eager import NORMS, compute_dtype, sima_eager
+from sima_attn.ops.eager import NORMS, compute_dtype, sima_eager, without_autocast
 from sima_attn.ops.reference import sima_matrix_reference
 
 
@@ -133,7 +133,7 @@ def computed_in_float32(core):
         if dtype == work:
             return core(self, q, k, v)
         up = q.to(work)
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q):
             return core(self, up, up if k is q else k.to(work), v.to(work)).to(dtype)
 
     return wrapped

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from sima_attn.nn.attention import check_tokens, split_heads
-from sima_attn.ops.api import check_eps, check_qkv
+from sima_attn.ops.api import check_eps, check_qkv, check_token_ref
 from sima_attn.ops.cost import AttentionShape, Cost
-from sima_attn.ops.eager import compute_dtype, folded_scale
+from sima_attn.ops.eager import compute_dtype, folded_scale, token_gain, without_autocast
 
 
 class SimClassAttention(nn.Module):
@@ -21,7 +21,7 @@ class SimClassAttention(nn.Module):
 
     Both norms run over all N tokens, class token included, so the query of every token is computed
     although only the first is used. eps is 1e-6, as the authors have it here (and 1e-12 elsewhere).
-    Parameters are named as in timm's ClassAttn.
+    `token_ref` as in `sima_attention`. Parameters are named as in timm's ClassAttn.
     """
 
     def __init__(
@@ -31,16 +31,18 @@ class SimClassAttention(nn.Module):
         qkv_bias: bool = True,
         attn_drop: float = 0.0,
         proj_drop: float = 0.0,
+        token_ref: float | None = None,
         eps: float = 1e-6,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_token_ref(token_ref)
         check_eps(eps)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.num_heads = num_heads
         self.head_dim = split_heads(dim, num_heads)
-        self.eps = eps
+        self.token_ref, self.eps = token_ref, eps
         self.q = nn.Linear(dim, dim, bias=qkv_bias, **factory)
         self.k = nn.Linear(dim, dim, bias=qkv_bias, **factory)
         self.v = nn.Linear(dim, dim, bias=qkv_bias, **factory)
@@ -63,8 +65,10 @@ class SimClassAttention(nn.Module):
         check_qkv(q, k, v)
         dtype, work = q.dtype, compute_dtype(q.dtype)
         q, k, v = q.to(work), k.to(work), v.to(work)
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q):
             s = folded_scale(q, k, eps=self.eps)  # [B, H, D]
+            if self.token_ref is not None:
+                s = s * token_gain(q, None, self.token_ref)
             row = (q[:, :, :1] * s[:, :, None]) @ k.mT  # [B, H, 1, N]
             return (self.attn_drop(row) @ v).to(dtype)
 

@@ -10,6 +10,8 @@ N x M matrix either. Inference on the CPU has a form of its own, in cpu_inferenc
 Shapes: B batch, H heads, N query tokens, M key tokens, D channels a head, Dv value channels a head.
 """
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -61,8 +63,8 @@ def sima_eager(
 
     A normalised value is about 1/N: it underflows in float16, and an eps of 1e-12 is 0 there.
     """
-    if torch.is_autocast_enabled(q.device.type):
-        with torch.autocast(q.device.type, enabled=False):  # it would round the float32 products back
+    if not q.is_meta and torch.is_autocast_enabled(q.device.type):
+        with without_autocast(q):  # it would round the float32 products back
             return sima_eager(
                 q, k, v, order=order, key_mask=key_mask, query_mask=query_mask, token_ref=token_ref, eps=eps, norm=norm
             )
@@ -97,6 +99,14 @@ def drop_padding(
         hidden = ~key_mask[:, None, :, None]
         k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
     return q, k, v
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager:
+    """Autocast off for the device of x; some devices ("meta") have none."""
+    device_type = x.device.type
+    if torch.amp.is_autocast_available(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sima_attn.ops.api import check_eps, check_mask, check_qkv, check_token_ref
-from sima_attn.ops.eager import compute_dtype, drop_padding, l1_over_tokens
+from sima_attn.ops.eager import compute_dtype, drop_padding, l1_over_tokens, without_autocast
 
 
 class SimaAccumulator:
@@ -48,7 +48,7 @@ class SimaAccumulator:
         self._check_same_shape("k", k, v.shape[-1])
         _, k, v = drop_padding(k, k, v, key_mask=key_mask, query_mask=None)
         k, v = k.to(compute_dtype(k.dtype)), v.to(compute_dtype(v.dtype))
-        with torch.autocast(k.device.type, enabled=False):
+        with without_autocast(k):
             self.kv = _sum(self.kv, k.mT @ v)
         self.k_norm = _sum(self.k_norm, l1_over_tokens(k))
 
@@ -95,7 +95,7 @@ class SimaAccumulator:
         s = (self.q_norm.clamp_min(self.eps) * self.k_norm.clamp_min(self.eps)).reciprocal()  # [B, H, D]
         if self.token_ref is not None:
             s = s * (self.queries.to(s.dtype) / self.token_ref)[:, None, None]
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q):
             return (q.to(s.dtype) @ (s[..., None] * self.kv)).to(dtype)
 
     def _check_same_shape(self, name: str, x: Tensor, Dv: int | None = None) -> None:

@@ -1,0 +1,47 @@
+"""Makes our models known to timm as soon as both are imported, in either order, and imports neither by itself."""
+
+import sys
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+MODELS = "sima_attn.models"
+
+
+def register_with_timm() -> None:
+    """Register now if timm is there, otherwise when it comes."""
+    if "timm" in sys.modules:
+        import_module(MODELS)
+    else:
+        sys.meta_path.insert(0, _WhenTimmComes())
+
+
+class _WhenTimmComes(MetaPathFinder):
+    """Finds timm where Python finds it anyway, and adds one step after its import."""
+
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname != "timm":
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec("timm")
+        if spec is not None and spec.loader is not None:
+            spec.loader = _ThenRegister(spec.loader)
+        return spec
+
+
+class _ThenRegister(Loader):
+    def __init__(self, timm_loader: Loader) -> None:
+        self.timm_loader = timm_loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self.timm_loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self.timm_loader.exec_module(module)
+        import_module(MODELS)
+
+    def __getattr__(self, name: str):
+        return getattr(self.timm_loader, name)  # get_data and the like, for importlib.resources

@@ -1,0 +1,97 @@
+"""What the three families share: how an attention is chosen, and how a size becomes a model that timm knows."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.models import generate_default_cfgs, register_model
+from torch import nn
+
+from sima_attn.nn import Attention, attention_class
+
+
+def default_cfg(size: int = 224, **kwargs) -> dict[str, Any]:
+    """timm's facts about a model. The paper evaluates with a crop ratio of 1.0."""
+    return {
+        "num_classes": 1000,
+        "input_size": (3, size, size),
+        "pool_size": None,
+        "crop_pct": 1.0,
+        "interpolation": "bicubic",
+        "mean": IMAGENET_DEFAULT_MEAN,
+        "std": IMAGENET_DEFAULT_STD,
+        "license": "mit",
+        **kwargs,
+    }
+
+
+def register_family(
+    module: str,
+    sizes: Mapping[str, Mapping[str, Any]],
+    cfgs: Mapping[str, Mapping[str, Any]],
+    build: Callable[..., nn.Module],
+) -> None:
+    """Register every size of a family with timm, as `@register_model` does for a function written out."""
+    home = sys.modules[module]
+    home.default_cfgs = generate_default_cfgs({name: dict(cfg) for name, cfg in cfgs.items()})  # type: ignore[attr-defined]
+    for name, size in sizes.items():
+        entry = _entry(name, size, build)
+        entry.__name__ = entry.__qualname__ = name
+        entry.__module__ = module
+        setattr(home, name, register_model(entry))
+
+
+def _entry(name: str, size: Mapping[str, Any], build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    def create(pretrained: bool = False, **kwargs) -> nn.Module:
+        if pretrained and not (kwargs.get("pretrained_cfg_overlay") or {}).get("file"):
+            raise ValueError(
+                f"there are no published weights for {name}: use pretrained=False, and load_official(model, path) or "
+                "pretrained_cfg_overlay=dict(file=path) for weights of your own"
+            )
+        return build(name, pretrained=pretrained, **{**size, **kwargs})
+
+    return create
+
+
+def choose_attention(
+    attention: str,
+    *,
+    options: Mapping[str, Any] | None,
+    token_ref: float | str | None,
+    trained_tokens: int,
+    num_tokens: int,
+    has_class_token: bool,
+) -> type[Attention]:
+    """The attention class of a model, its options fixed.
+
+    `token_ref="train"` stands for the number of tokens at the training size, `trained_tokens`.
+    """
+    cls = attention_class(attention)
+    fixed = dict(options or {})
+    reference = resolve_token_ref(token_ref, trained_tokens)
+    if reference is not None:
+        if attention != "sima":
+            raise ValueError(
+                f"token_ref is SimA's own: it must be None with attention={attention!r}, got {token_ref!r}"
+            )
+        fixed["token_ref"] = reference
+    if cls.needs_grid and has_class_token:
+        raise ValueError(
+            f"attention={attention!r} needs all its tokens on a grid, and this model has a class token among them; "
+            "use class_token=False, global_pool='avg'"
+        )
+    if cls.needs_num_tokens:
+        fixed.setdefault("num_tokens", num_tokens)
+    return attention_class(attention, **fixed)
+
+
+def resolve_token_ref(token_ref: float | str | None, trained_tokens: int) -> float | None:
+    """None, a number of tokens, or "train" for the number at the training size."""
+    if isinstance(token_ref, str):
+        if token_ref != "train":
+            raise ValueError(f"token_ref must be None, a number of tokens or 'train', got {token_ref!r}")
+        return float(trained_tokens)
+    return token_ref

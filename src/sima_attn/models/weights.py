@@ -1,0 +1,143 @@
+"""Checkpoints of the authors' code, of XCiT and of DeiT, into our models and back.
+
+The three code bases name a few parameters differently; every key is accounted for, or the load is an error.
+
+    official                                timm and here
+    pos_embeder.*                           pos_embed.*
+    cls_attn_blocks.i.attn.qkv              cls_attn_blocks.i.attn.{q, k, v}
+    blocks.i.gamma{1,2} of a DeiT           blocks.i.ls{1,2}.gamma
+    blocks.i.attn.temperature of an XCiT    has no place in SimA: dropped, and said so
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from timm.layers import resample_abs_pos_embed
+from timm.models.vision_transformer import VisionTransformer
+from timm.models.xcit import Xcit
+from torch import Tensor, nn
+
+from sima_attn._files import written_whole
+
+StateDict = dict[str, Tensor]
+WRAPPERS = ("model", "state_dict")
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What `load_official` did: how many tensors it loaded, what it left out and what it changed, and why."""
+
+    loaded: int
+    dropped: dict[str, str] = field(default_factory=dict)
+    changed: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [f"loaded {self.loaded} tensors"]
+        lines += [f"dropped {key}: {why}" for key, why in self.dropped.items()]
+        lines += [f"changed {key}: {how}" for key, how in self.changed.items()]
+        return "\n".join(lines)
+
+
+def load_official(model: nn.Module, path: str | Path) -> LoadReport:
+    """Load a checkpoint of the official SimA, XCiT or DeiT code (or of timm) into a DeiT or XCiT of ours.
+
+    A softmax or XCA checkpoint warm-starts the SimA twin: its accuracy comes back with fine-tuning only.
+    """
+    _check_family(model)
+    state = _read(Path(path))
+    dropped: dict[str, str] = {}
+    changed: dict[str, str] = {}
+    wanted = model.state_dict()
+    renamed: StateDict = {}
+    for key, tensor in state.items():
+        if key.endswith(".attn.temperature") and key not in wanted:
+            dropped[key] = "the temperature of XCA has no counterpart in this attention"
+            continue
+        for new_key, part in _to_ours(key, tensor, model):
+            renamed[new_key] = part
+    if isinstance(model, VisionTransformer):
+        _resample_positions(model, renamed, changed)
+    _check_complete(renamed, wanted, path)
+    model.load_state_dict(renamed)
+    return LoadReport(len(renamed), dropped, changed)
+
+
+def save_official(model: nn.Module, path: str | Path) -> None:
+    """Write the weights of a DeiT or XCiT of ours as the official code names them: {"model": state dict}."""
+    _check_family(model)
+    with written_whole(Path(path)) as temporary:
+        torch.save({"model": _to_official(model)}, temporary)
+
+
+def _check_family(model: nn.Module) -> None:
+    if not isinstance(model, VisionTransformer | Xcit):
+        raise ValueError(f"official checkpoints exist for DeiT and XCiT models, got a {type(model).__name__}")
+
+
+def _read(path: Path) -> StateDict:
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return load_file(path)
+    content = torch.load(path, map_location="cpu", weights_only=True)
+    for wrapper in WRAPPERS:
+        if isinstance(content, dict) and isinstance(content.get(wrapper), dict):
+            content = content[wrapper]
+    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise ValueError(f"{path} holds no state dict, alone or under one of {', '.join(map(repr, WRAPPERS))}")
+    return {key.removeprefix("module."): value for key, value in content.items()}
+
+
+def _to_ours(key: str, tensor: Tensor, model: nn.Module) -> list[tuple[str, Tensor]]:
+    if key.startswith("pos_embeder."):
+        return [(key.replace("pos_embeder.", "pos_embed.", 1), tensor)]
+    if found := re.fullmatch(r"(cls_attn_blocks\.\d+\.attn)\.qkv\.(weight|bias)", key):
+        return [(f"{found[1]}.{name}.{found[2]}", part) for name, part in zip("qkv", tensor.chunk(3), strict=True)]
+    if isinstance(model, VisionTransformer) and (found := re.fullmatch(r"(blocks\.\d+)\.gamma([12])", key)):
+        return [(f"{found[1]}.ls{found[2]}.gamma", tensor)]
+    return [(key, tensor)]
+
+
+def _to_official(model: nn.Module) -> StateDict:
+    state, official = model.state_dict(), {}
+    for key, tensor in state.items():
+        if isinstance(model, Xcit) and key.startswith("pos_embed."):
+            official[key.replace("pos_embed.", "pos_embeder.", 1)] = tensor
+        elif found := re.fullmatch(r"(cls_attn_blocks\.\d+\.attn)\.([qkv])\.(weight|bias)", key):
+            if found[2] == "q":
+                parts = [state[f"{found[1]}.{name}.{found[3]}"] for name in "qkv"]
+                official[f"{found[1]}.qkv.{found[3]}"] = torch.cat(parts)
+        elif found := re.fullmatch(r"(blocks\.\d+)\.ls([12])\.gamma", key):
+            official[f"{found[1]}.gamma{found[2]}"] = tensor
+        else:
+            official[key] = tensor
+    return official
+
+
+def _resample_positions(model: VisionTransformer, state: StateDict, changed: dict[str, str]) -> None:
+    """Position embeddings of another image size are resampled, as timm does it."""
+    wanted, given = model.pos_embed, state.get("pos_embed")
+    if wanted is None or given is None or given.shape == wanted.shape or given.shape[-1] != wanted.shape[-1]:
+        return
+    grid = model.patch_embed.grid_size
+    state["pos_embed"] = resample_abs_pos_embed(given, new_size=list(grid), num_prefix_tokens=model.num_prefix_tokens)
+    changed["pos_embed"] = f"resampled from {given.shape[1]} to {wanted.shape[1]} tokens"
+
+
+def _check_complete(given: StateDict, wanted: StateDict, path: str | Path) -> None:
+    problems = {
+        "missing in the file": sorted(wanted.keys() - given.keys()),
+        "without a place in the model": sorted(given.keys() - wanted.keys()),
+        "of another shape": [
+            f"{key} {tuple(given[key].shape)}, the model has {tuple(wanted[key].shape)}"
+            for key in sorted(given.keys() & wanted.keys())
+            if given[key].shape != wanted[key].shape
+        ],
+    }
+    if any(problems.values()):
+        told = "; ".join(f"{what}: {', '.join(keys)}" for what, keys in problems.items() if keys)
+        raise ValueError(f"{path} does not fit this model. {told}")

@@ -1,0 +1,137 @@
+"""XCiT with any attention of the registry: timm's Xcit with its attention exchanged.
+
+Shapes: B batch, N patch tokens, C channels; images [B, 3, height, width] -> logits [B, K].
+"""
+
+from typing import Any
+
+from timm.layers import to_2tuple
+from timm.models import build_model_with_cfg
+from timm.models.xcit import Xcit, checkpoint_filter_fn
+from torch import Tensor, nn
+
+from sima_attn._errors import unknown_name
+from sima_attn.models._build import choose_attention, default_cfg, register_family, resolve_token_ref
+from sima_attn.nn import SimClassAttention
+
+# LayerScale starts at 1.0 in 12 layers and at 1e-5 in more; the paper does not say it of the one with 20.
+WIDTHS: dict[str, dict[str, Any]] = {
+    "nano_12": {"embed_dim": 128, "depth": 12, "num_heads": 4, "eta": 1.0, "tokens_norm": False},
+    "tiny_12": {"embed_dim": 192, "depth": 12, "num_heads": 4, "eta": 1.0, "tokens_norm": True},
+    "small_12": {"embed_dim": 384, "depth": 12, "num_heads": 8, "eta": 1.0, "tokens_norm": True},
+    "tiny_20": {"embed_dim": 192, "depth": 20, "num_heads": 4, "eta": 1e-5, "tokens_norm": True},
+    "tiny_24": {"embed_dim": 192, "depth": 24, "num_heads": 4, "eta": 1e-5, "tokens_norm": True},
+    "small_24": {"embed_dim": 384, "depth": 24, "num_heads": 8, "eta": 1e-5, "tokens_norm": True},
+    "medium_24": {"embed_dim": 512, "depth": 24, "num_heads": 8, "eta": 1e-5, "tokens_norm": True},
+    "large_24": {"embed_dim": 768, "depth": 24, "num_heads": 16, "eta": 1e-5, "tokens_norm": True},
+}
+PATCHES = {name: (16,) if name == "tiny_20" else (16, 8) for name in WIDTHS}
+VARIANTS: dict[str, dict[str, Any]] = {"": {}, "_relu": {"relu": True}, "_nolpi": {"lpi": False}}
+TRAINED_PX = 224
+SIZES = {
+    f"sima_xcit_{width}_p{patch}_224{suffix}": {**size, **variant, "patch_size": patch}
+    for width, size in WIDTHS.items()
+    for patch in PATCHES[width]
+    for suffix, variant in VARIANTS.items()
+}
+CFGS = {name: default_cfg(TRAINED_PX, first_conv="patch_embed.proj.0.0", classifier="head") for name in SIZES}
+CLASS_ATTENTIONS = ("sima", "softmax")
+
+
+class SimXcit(Xcit):
+    """timm's Xcit whose self-attention, class attention and local patch interaction (LPI) can be chosen."""
+
+    def __init__(
+        self,
+        *,
+        attention: str = "sima",
+        attention_options: dict[str, Any] | None = None,
+        class_attention: str | None = None,
+        token_ref: float | str | None = None,
+        lpi: bool = True,
+        img_size: int | tuple[int, int] = TRAINED_PX,
+        patch_size: int = 16,
+        num_heads: int = 8,
+        qkv_bias: bool = True,
+        proj_drop_rate: float = 0.0,
+        attn_drop_rate: float = 0.0,
+        drop_rate: float = 0.0,
+        **kwargs,
+    ) -> None:
+        if patch_size not in (8, 16):
+            raise ValueError(f"the convolutional stem of XCiT has patch_size 8 or 16, got {patch_size}")
+        class_attention = class_attention or ("sima" if attention == "sima" else "softmax")
+        if class_attention not in CLASS_ATTENTIONS:
+            raise unknown_name("class attention", class_attention, CLASS_ATTENTIONS)
+        height, width = to_2tuple(img_size)
+        whole = (-(-height // patch_size) * patch_size, -(-width // patch_size) * patch_size)
+        super().__init__(
+            img_size=whole,  # only written down by timm: any size runs
+            patch_size=patch_size,
+            num_heads=num_heads,
+            qkv_bias=qkv_bias,
+            proj_drop_rate=proj_drop_rate,
+            drop_rate=drop_rate,
+            **kwargs,
+        )
+        trained_tokens = (TRAINED_PX // patch_size) ** 2
+        layer = choose_attention(
+            attention,
+            options=attention_options,
+            token_ref=token_ref,
+            trained_tokens=trained_tokens,
+            num_tokens=(whole[0] // patch_size) * (whole[1] // patch_size),
+            has_class_token=False,  # it joins after the self-attention blocks
+        )
+        for i, block in enumerate(self.blocks):
+            drops = {"attn_drop": attn_drop_rate, "proj_drop": proj_drop_rate}
+            block.set_submodule("attn", layer(self.embed_dim, num_heads, qkv_bias=qkv_bias, **drops))
+            if not lpi:
+                self.blocks[i] = BlockWithoutLpi(block)
+        for block in self.cls_attn_blocks:
+            if class_attention == "sima":
+                block.attn = SimClassAttention(
+                    self.embed_dim,
+                    num_heads,
+                    qkv_bias=qkv_bias,
+                    attn_drop=attn_drop_rate,
+                    proj_drop=drop_rate,
+                    token_ref=resolve_token_ref(token_ref, trained_tokens + 1),
+                )
+        self.apply(self._init_weights)
+
+
+class BlockWithoutLpi(nn.Module):
+    """The paper's ablation: an XCiT block, its parts kept, without the local patch interaction."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.norm1, self.attn, self.drop_path1, self.gamma1 = block.norm1, block.attn, block.drop_path1, block.gamma1
+        self.norm2, self.mlp, self.drop_path2, self.gamma2 = block.norm2, block.mlp, block.drop_path2, block.gamma2
+
+    def forward(self, x: Tensor, H: int, W: int) -> Tensor:
+        """Tokens [B, N, C] -> tokens [B, N, C]; the grid H x W is what LPI would have used."""
+        x = x + self.drop_path1(self.gamma1 * self.attn(self.norm1(x)))
+        return x + self.drop_path2(self.gamma2 * self.mlp(self.norm2(x)))
+
+
+def build_xcit(name: str, *, pretrained: bool = False, relu: bool = False, **kwargs) -> SimXcit:
+    """An XCiT of any input size; `relu` puts ReLU in the place of every GELU (stem, LPI, MLPs).
+
+    Other arguments are those of SimXcit and timm's Xcit.
+    """
+    if relu:
+        if kwargs.get("act_layer") not in (None, nn.ReLU):
+            raise ValueError(f"relu=True and act_layer={kwargs['act_layer']!r} contradict each other; give one of them")
+        kwargs["act_layer"] = nn.ReLU
+    return build_model_with_cfg(
+        SimXcit,
+        name,
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg={"out_indices": kwargs.pop("out_indices", 3), "feature_cls": "getter"},
+        **kwargs,
+    )
+
+
+register_family(__name__, SIZES, CFGS, build_xcit)
