@@ -20,26 +20,36 @@ def register_with_timm() -> None:
 
 
 class _WhenTimmComes(MetaPathFinder):
-    """Finds timm where Python finds it anyway, and adds one step after its import."""
+    """Finds timm where Python finds it anyway, and adds one step after its import.
+
+    It stays until timm is really imported: others ask for the spec only to see whether timm is there.
+    """
+
+    asking = False
 
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname != "timm":
+        if fullname != "timm" or self.asking:
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec("timm")
+        self.asking = True
+        try:
+            spec = find_spec("timm")
+        finally:
+            self.asking = False
         if spec is not None and spec.loader is not None:
-            spec.loader = _ThenRegister(spec.loader)
+            spec.loader = _ThenRegister(spec.loader, self)
         return spec
 
 
 class _ThenRegister(Loader):
-    def __init__(self, timm_loader: Loader) -> None:
+    def __init__(self, timm_loader: Loader, finder: MetaPathFinder) -> None:
         self.timm_loader = timm_loader
+        self.finder = finder
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self.timm_loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
+        sys.meta_path.remove(self.finder)
         self.timm_loader.exec_module(module)
         import_module(MODELS)
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -98,6 +99,50 @@ def _print_table(text: "TextTable", title: str, caption: str | None = None) -> N
     console.print(table)
 
 
+@app.command("models")
+def models_command() -> None:
+    """Print Table 1 of the paper: our models, counted exactly, beside what the paper prints."""
+    with _progress_bar() as progress:
+        task = progress.add_task("importing", total=None)
+        from sima_attn.export.audit import audit_named
+        from sima_attn.export.table_1 import table_1
+        from sima_attn.models.paper_table import TABLE_1
+
+        reports = []
+        progress.update(task, total=len(TABLE_1))
+        for row in TABLE_1:
+            progress.update(task, description=row.ours)
+            reports.append(audit_named(row.ours))
+            progress.advance(task)
+    _print_table(
+        table_1(TABLE_1, reports),
+        title="SimA models at 224 px, one image",
+        caption="in brackets and top-1: as the paper prints it, with MACs of the dearer order for DeiT and CvT",
+    )
+
+
+@app.command("audit")
+def audit_command(
+    model: Annotated[str, typer.Argument(metavar="NAME_OR_FILE", help="A timm model name, or an .onnx file.")],
+    size: Annotated[int | None, typer.Option(help="Image side in pixels; without it the model's own.", min=1)] = None,
+    by_module: Annotated[bool, typer.Option("--by-module", help="One line for each module.")] = False,
+    fail_on_exp: Annotated[bool, typer.Option("--fail-on-exp", help="Exit with 1 if a call is exp-like.")] = False,
+) -> None:
+    """Count a model's parameters, MACs and memory, and every exp-like call in it."""
+    with Console(stderr=True).status(f"auditing {model}"):
+        from sima_attn.export.audit import audit_named
+
+        report = audit_named(model, size)
+    console.print(f"[bold]{report.name}[/bold]", highlight=False)
+    for fact in report.facts().split("; "):
+        console.print(f"  {fact}", highlight=False)
+    if report.calls:
+        _print_table(report.table(by_module), title=f"exp-like calls in {report.name}")
+    console.print(f"[bold]{report.summary()}[/bold]", highlight=False, soft_wrap=True)
+    if fail_on_exp and not report.is_exp_free:
+        raise typer.Exit(1)
+
+
 @bench_app.command("cpu")
 def bench_cpu_command(
     out: Annotated[Path, typer.Option(help="CSV file for the rows.")] = Path("benchmarks/results/cpu.csv"),
@@ -150,7 +195,8 @@ def main() -> None:
     try:
         app()
     except (ValueError, FileNotFoundError) as error:
-        Console(stderr=True).print(f"[bold red]error:[/bold red] {error}", highlight=False, soft_wrap=True)
+        # Escaped: 'sima-attn[plots]' is no markup.
+        Console(stderr=True).print(f"[bold red]error:[/bold red] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)
 
 

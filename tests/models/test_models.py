@@ -197,6 +197,8 @@ def test_token_ref_of_the_training_size_makes_up_for_a_larger_image():
         (SMALL[0], {"token_ref": 9, "attention": "elu"}, "token_ref is SimA's own"),
         (SMALL[0], {"relu": True, "act_layer": torch.nn.SiLU}, "contradict each other"),
         (SMALL[1], {"relu": True, "act_layer": torch.nn.SiLU}, "contradict each other"),
+        ("sima_cvt_13", {"relu": True, "act_layer": torch.nn.SiLU}, "contradict each other"),
+        ("sima_cvt_13", {"token_ref": 9}, "token_ref must be None or 'train'"),
         (SMALL[1], {"class_attention": "sim"}, "unknown class attention 'sim'"),
         (SMALL[1], {"patch_size": 14}, "patch_size 8 or 16, got 14"),
         (SMALL[1], {"attn_drop_rate": 0.1}, "attn_drop must be 0"),
@@ -210,6 +212,9 @@ def test_impossible_arguments_are_refused(name, options, message):
 @pytest.mark.parametrize("first", ["timm", "sima_attn"])
 def test_models_are_registered_whichever_is_imported_first(first):
     second = {"timm": "sima_attn", "sima_attn": "timm"}[first]
-    code = f"import {first}, {second}; import timm; print('sima_deit_small_patch16_224' in timm.list_models('sima_*'))"
+    # Between the two, somebody asks whether timm is installed, as transformers does.
+    asked = "import importlib.util; importlib.util.find_spec('timm')"
+    known = "print('sima_deit_small_patch16_224' in timm.list_models('sima_*'))"
+    code = f"import {first}; {asked}; import {second}; import timm; {known}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "True", done.stderr

@@ -223,7 +223,7 @@ def test_what_cannot_be_honoured_is_refused(name):
         for options in ({"attn_mask": mask}, {"is_causal": True}):
             with pytest.raises(ValueError, match="cannot honour"):
                 module(x, **options)
-    if not module.can_drop_attention():
+    if not module.can_drop_attention:
         with pytest.raises(ValueError, match=r"no attention matrix to drop .* attn_drop must be 0, got 0\.1"):
             build(name, attn_drop=0.1)
     else:

@@ -48,8 +48,8 @@ def _entry(name: str, size: Mapping[str, Any], build: Callable[..., nn.Module]) 
     def create(pretrained: bool = False, **kwargs) -> nn.Module:
         if pretrained and not (kwargs.get("pretrained_cfg_overlay") or {}).get("file"):
             raise ValueError(
-                f"there are no published weights for {name}: use pretrained=False, and load_official(model, path) or "
-                "pretrained_cfg_overlay=dict(file=path) for weights of your own"
+                f"there are no published weights for {name}: use pretrained=False, or give weights of your own with "
+                "pretrained_cfg_overlay=dict(file=path)"
             )
         return build(name, pretrained=pretrained, **{**size, **kwargs})
 
@@ -95,3 +95,10 @@ def resolve_token_ref(token_ref: float | str | None, trained_tokens: int) -> flo
             raise ValueError(f"token_ref must be None, a number of tokens or 'train', got {token_ref!r}")
         return float(trained_tokens)
     return token_ref
+
+
+def relu_instead(act_layer: type[nn.Module] | None) -> type[nn.Module]:
+    """ReLU, unless another activation was asked for by name."""
+    if act_layer not in (None, nn.ReLU):
+        raise ValueError(f"relu=True and act_layer={act_layer!r} contradict each other; give one of them")
+    return nn.ReLU

@@ -8,9 +8,8 @@ from typing import Any
 from timm.layers import to_2tuple
 from timm.models import build_model_with_cfg
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
-from torch import nn
 
-from sima_attn.models._build import choose_attention, default_cfg, register_family
+from sima_attn.models._build import choose_attention, default_cfg, register_family, relu_instead
 
 WIDTHS: dict[str, dict[str, Any]] = {
     "tiny": {"embed_dim": 192, "num_heads": 3},
@@ -62,9 +61,7 @@ def build_deit(
     """
     prefix = int(class_token) + kwargs.get("reg_tokens", 0)
     if relu:
-        if kwargs.get("act_layer") not in (None, nn.ReLU):
-            raise ValueError(f"relu=True and act_layer={kwargs['act_layer']!r} contradict each other; give one of them")
-        kwargs["act_layer"] = nn.ReLU
+        kwargs["act_layer"] = relu_instead(kwargs.get("act_layer"))
     patch = kwargs.setdefault("patch_size", PATCH)
     height, width = to_2tuple(kwargs.get("img_size", SIZES[name]["img_size"]))
     trained = SIZES[name]["img_size"]

@@ -11,7 +11,7 @@ from timm.models.xcit import Xcit, checkpoint_filter_fn
 from torch import Tensor, nn
 
 from sima_attn._errors import unknown_name
-from sima_attn.models._build import choose_attention, default_cfg, register_family, resolve_token_ref
+from sima_attn.models._build import choose_attention, default_cfg, register_family, relu_instead, resolve_token_ref
 from sima_attn.nn import SimClassAttention
 
 # LayerScale starts at 1.0 in 12 layers and at 1e-5 in more; the paper does not say it of the one with 20.
@@ -84,7 +84,7 @@ class SimXcit(Xcit):
             has_class_token=False,  # it joins after the self-attention blocks
         )
         for i, block in enumerate(self.blocks):
-            drops = {"attn_drop": attn_drop_rate, "proj_drop": proj_drop_rate}
+            drops: dict[str, Any] = {"attn_drop": attn_drop_rate, "proj_drop": proj_drop_rate}
             block.set_submodule("attn", layer(self.embed_dim, num_heads, qkv_bias=qkv_bias, **drops))
             if not lpi:
                 self.blocks[i] = BlockWithoutLpi(block)
@@ -104,7 +104,7 @@ class SimXcit(Xcit):
 class BlockWithoutLpi(nn.Module):
     """The paper's ablation: an XCiT block, its parts kept, without the local patch interaction."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: Any) -> None:
         super().__init__()
         self.norm1, self.attn, self.drop_path1, self.gamma1 = block.norm1, block.attn, block.drop_path1, block.gamma1
         self.norm2, self.mlp, self.drop_path2, self.gamma2 = block.norm2, block.mlp, block.drop_path2, block.gamma2
@@ -121,9 +121,7 @@ def build_xcit(name: str, *, pretrained: bool = False, relu: bool = False, **kwa
     Other arguments are those of SimXcit and timm's Xcit.
     """
     if relu:
-        if kwargs.get("act_layer") not in (None, nn.ReLU):
-            raise ValueError(f"relu=True and act_layer={kwargs['act_layer']!r} contradict each other; give one of them")
-        kwargs["act_layer"] = nn.ReLU
+        kwargs["act_layer"] = relu_instead(kwargs.get("act_layer"))
     return build_model_with_cfg(
         SimXcit,
         name,

@@ -32,6 +32,7 @@ class Attention(nn.Module, ABC):
     needs_num_tokens: ClassVar[bool] = False  # the constructor takes num_tokens, and only that many work
     needs_grid: ClassVar[bool] = False  # the tokens must form a grid, so no class token
     ties_qk: ClassVar[bool] = False  # one projection serves as q and as k
+    can_drop_attention: ClassVar[bool] = False  # attn_drop has entries of an attention matrix to drop
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class Attention(nn.Module, ABC):
         head_dim = split_heads(dim, num_heads)
         if (qk_norm or scale_norm) and norm_layer is None:
             raise ValueError("qk_norm and scale_norm need a norm_layer, e.g. norm_layer=torch.nn.LayerNorm")
-        if attn_drop and not self.can_drop_attention():
+        if attn_drop and not self.can_drop_attention:
             raise ValueError(
                 f"{type(self).__name__} has no attention matrix to drop entries from: attn_drop must be 0, "
                 f"got {attn_drop}; use proj_drop or drop_path instead"
@@ -108,9 +109,6 @@ class Attention(nn.Module, ABC):
     @abstractmethod
     def cost(self, shape: AttentionShape) -> Cost:
         """MACs, exp() calls and scratch memory of `core` at a shape."""
-
-    def can_drop_attention(self) -> bool:
-        return False
 
     def refuse_pair_masks(self, attn_mask: Tensor | None, is_causal: bool) -> None:
         if attn_mask is not None or is_causal:

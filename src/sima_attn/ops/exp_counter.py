@@ -2,7 +2,9 @@
 
 "Exp-like" is every function whose hardware form needs an exponential (or a table of one): exp itself,
 softmax, sigmoid, tanh, erf, and the activations made of them. Softmax attention that runs as one fused
-kernel counts with the N x M exponentials inside it.
+kernel counts with the N x M exponentials inside it. Not counted: powers of
+a number (in vision models they make tables of position encodings, constants at a fixed size), and what fused
+recurrent layers (LSTM, GRU) do inside.
 """
 
 from collections import Counter
@@ -62,5 +64,9 @@ class ExpCounter(TorchDispatchMode):
         entry = EXP_LIKE.get(func.overloadpacket.__name__)
         if entry is not None and isinstance(args[0], Tensor):
             name, count = entry
-            self.counts[name] += count(args)
+            self.add(name, count(args))
         return func(*args, **(kwargs or {}))
+
+    def add(self, name: str, count: int) -> None:
+        """Note one call; a subclass may note more, such as the module that runs."""
+        self.counts[name] += count

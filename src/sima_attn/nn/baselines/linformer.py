@@ -17,6 +17,7 @@ class LinformerAttention(Attention):
     """O = softmax(Q (E K)^T / sqrt(D)) (F V) with learned E, F [rank, num_tokens], shared by the heads."""
 
     exps_in_paper = "HN"
+    can_drop_attention = True
     equivariant = False
     needs_num_tokens = True
 
@@ -35,9 +36,6 @@ class LinformerAttention(Attention):
         self.project_v = nn.Parameter(torch.empty(rank, num_tokens, **factory))
         for projection in (self.project_k, self.project_v):
             nn.init.normal_(projection, std=num_tokens**-0.5)
-
-    def can_drop_attention(self) -> bool:
-        return True
 
     def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.check_tokens(k)

@@ -19,9 +19,7 @@ class SoftmaxAttention(Attention):
     """Softmax attention by torch's fused kernel (flash attention where the device has it)."""
 
     exps_in_paper = "HN^2"
-
-    def can_drop_attention(self) -> bool:
-        return True
+    can_drop_attention = True
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Tokens [B, N, C] -> tokens [B, N, C]. Masks of token pairs are honoured."""
@@ -44,9 +42,7 @@ class ExplicitSoftmaxAttention(Attention):
     """Softmax attention with its N x M matrix written down, as the paper and its time measured it."""
 
     exps_in_paper = "HN^2"
-
-    def can_drop_attention(self) -> bool:
-        return True
+    can_drop_attention = True
 
     def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.attn_drop(softmax_matrix(q, k)) @ v

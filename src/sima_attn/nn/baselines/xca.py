@@ -20,14 +20,12 @@ class XCAttention(Attention):
     """
 
     exps_in_paper = "HD^2"
+    can_drop_attention = True
 
     def __init__(self, dim: int, num_heads: int = 8, *args, **kwargs) -> None:
         super().__init__(dim, num_heads, *args, **kwargs)
         factory: dict[str, Any] = {"device": self.proj.weight.device, "dtype": self.proj.weight.dtype}
         self.temperature = nn.Parameter(torch.ones(num_heads, 1, 1, **factory))
-
-    def can_drop_attention(self) -> bool:
-        return True
 
     @computed_in_float32
     def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

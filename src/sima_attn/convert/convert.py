@@ -1,0 +1,86 @@
+"""convert: exchanges the attentions of a model in place, on this instance alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from sima_attn.convert.huggingface import convert_pretrained, is_pretrained_model
+from sima_attn.convert.modules import Refused, exchange, looks_like_attention
+from sima_attn.convert.report import ConversionReport, Converted, Skipped
+from sima_attn.nn import Attention, attention_class
+
+Where = Callable[[str, nn.Module], bool]
+
+
+def convert(
+    model: nn.Module, attention: str = "sima", *, where: Where | None = None, example_inputs: Any = None, **options
+) -> ConversionReport:
+    """Exchange the attentions of a timm, torchvision, transformers or plain torch model, weights carried over.
+
+    The model is changed in place; its classes are not. Its accuracy is lost until it is fine-tuned: the
+    report says so, and lists what was converted, what was left alone and why.
+
+    Args:
+        model: The model, or any module that holds attentions.
+        attention: Name of a registered attention. transformers' models and `torch.nn.MultiheadAttention` take
+            "sima" only.
+        where: `where(path, module)` returns False for attentions to leave alone.
+        example_inputs: For transformers' models: keyword inputs of one forward, by which the conversion is
+            proven. By default an image of the configured size.
+        options: Options of the attention, e.g. token_ref=197.
+
+    Raises:
+        ValueError: Nothing could be converted; the reasons are listed.
+    """
+    attention_class(attention)
+    report = ConversionReport(type(model).__name__, attention)
+    if is_pretrained_model(model):
+        pretrained: Any = model
+        convert_pretrained(
+            pretrained, attention, where=where, example_inputs=example_inputs, options=options, report=report
+        )
+    else:
+        if example_inputs is not None:
+            raise ValueError("example_inputs is for transformers' models; other models are converted module by module")
+        _convert_modules(model, attention, where, options, report)
+    if not report.converted:
+        found = "; ".join(f"{one.path} ({one.kind}): {one.reason}" for one in report.skipped) or "it has no attention"
+        raise ValueError(f"nothing in this {type(model).__name__} could be converted to {attention!r}: {found}")
+    return report
+
+
+def _convert_modules(
+    model: nn.Module, attention: str, where: Where | None, options: dict[str, Any], report: ConversionReport
+) -> None:
+    for path, module in list(model.named_modules()):
+        kind = type(module).__name__
+        try:
+            swap = exchange(module, attention, options)
+        except Refused as refused:
+            report.skipped.append(Skipped(path, kind, str(refused)))
+            continue
+        if swap is None:
+            if looks_like_attention(module) and not isinstance(module, Attention):
+                report.skipped.append(Skipped(path, kind, "this class is not known to the converter"))
+            continue
+        if where is not None and not where(path, module):
+            report.skipped.append(Skipped(path, kind, "`where` left it out"))
+            continue
+        if not path:
+            raise ValueError(f"the model itself is a {kind}: wrap it in a module, which can hold the converted one")
+        swap.module.train(module.training)
+        model.set_submodule(path, swap.module)
+        report._undo.append(lambda path=path, old=module: model.set_submodule(path, old))  # type: ignore[misc]
+        report.converted.append(Converted(path, kind, type(swap.module).__name__, swap.kept, swap.dropped))
+    _switch_nested_tensors_off(model, report)
+
+
+def _switch_nested_tensors_off(model: nn.Module, report: ConversionReport) -> None:
+    """torch's encoder hands nested tensors to its own fused softmax layers; ours take padded ones."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor:
+            module.use_nested_tensor = False
+            report._undo.append(lambda module=module: setattr(module, "use_nested_tensor", True))  # type: ignore[misc]

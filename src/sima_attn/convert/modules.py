@@ -1,0 +1,215 @@
+"""Attention modules of timm and torch -> the same with another attention inside, their weights carried over.
+
+One function a class, found in the table ADAPTERS by the class's full name: a class that merely calls itself
+"Attention" is never touched, and no library is imported for being looked up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from sima_attn.nn import Attention, SimClassAttention, SimMultiheadAttention, attention_class
+
+
+class Refused(Exception):  # noqa: N818 - no error of the program, a finding
+    """Why an attention cannot be converted."""
+
+
+class Exchange(NamedTuple):
+    """A new module for an old one, the names of the old parameters in it, and of what has no place there."""
+
+    module: nn.Module
+    kept: tuple[str, ...]
+    dropped: tuple[str, ...]
+
+
+def exchange(module: nn.Module, attention: str, options: dict[str, Any]) -> Exchange | None:
+    """The exchange for a module, None where it is no attention that we know; raises Refused with the reason."""
+    name = f"{type(module).__module__}.{type(module).__qualname__}"
+    if name in REFUSALS:
+        raise Refused(REFUSALS[name])
+    adapter = ADAPTERS.get(name)
+    return None if adapter is None else adapter(module, attention, options)
+
+
+def looks_like_attention(module: nn.Module) -> bool:
+    """True for classes that by their name do attention, and hold no other that does.
+
+    Those that we do not know are reported, not touched.
+    """
+    inner = [child for child in module.modules() if child is not module]
+    return _named_attention(module) and not any(_named_attention(child) for child in inner)
+
+
+def _named_attention(module: nn.Module) -> bool:
+    name = type(module).__name__.lower()
+    return "attention" in name or "attn" in name
+
+
+def _plain(old: Any, attention: str, options: dict[str, Any]) -> Exchange:
+    """timm's Attention: qkv, optional norms, proj."""
+    if old.attn_dim != old.proj.out_features or old.attn_dim != old.qkv.in_features:
+        raise Refused(f"its heads have {old.attn_dim} channels together, its tokens {old.qkv.in_features}")
+    if old.gate is not None:
+        raise Refused("its output is gated by a sigmoid")
+    new = _new_attention(old, attention, options)
+    new.q_norm, new.k_norm, new.norm = old.q_norm, old.k_norm, old.norm
+    return _carried(old, new)
+
+
+def _xca(old: Any, attention: str, options: dict[str, Any]) -> Exchange:
+    """timm's XCA: its temperature is known to XCA alone."""
+    new = _new_attention(old, attention, options)
+    if hasattr(new, "temperature"):
+        new.temperature = old.temperature
+        return _carried(old, new)
+    return _carried(old, new, dropped=("temperature",))
+
+
+def _class_attention(old: Any, attention: str, options: dict[str, Any]) -> Exchange:
+    """CaiT's and XCiT's class attention."""
+    if attention != "sima":
+        raise Refused(f"class attention has a SimA form, but none of {attention!r}")
+    known = _only(options, ("token_ref",))
+    new = SimClassAttention(old.q.in_features, old.num_heads, attn_drop=old.attn_drop.p, **known, **_factory(old.q))
+    new.q, new.k, new.v, new.proj, new.proj_drop = old.q, old.k, old.v, old.proj, old.proj_drop
+    return Exchange(new, _parameter_names(old), ())
+
+
+def _beit(old: Any, attention: str, options: dict[str, Any]) -> Exchange:
+    """BEiT's attention without relative position bias; its split bias becomes that of one qkv layer."""
+    if old.relative_position_bias_table is not None:
+        raise Refused("it adds a relative position bias to every pair of tokens")
+    if old.qkv.out_features != 3 * old.qkv.in_features:
+        raise Refused("its heads are wider than its tokens")
+    new = _new_attention(old, attention, options, mixin=BeitCall)
+    if old.q_bias is not None:
+        packed = nn.Linear(old.qkv.in_features, old.qkv.out_features, **_factory(old.qkv))
+        packed.weight = old.qkv.weight
+        packed.bias = nn.Parameter(torch.cat((old.q_bias, torch.zeros_like(old.q_bias), old.v_bias)).detach().clone())
+        new.qkv = packed
+    return _carried(old, new)
+
+
+def _pvt(old: Any, attention: str, options: dict[str, Any]) -> Exchange:
+    """PVT v2's attention to a shrunk map: N queries, fewer keys."""
+    cls = attention_class(attention)
+    if cls.needs_num_tokens or cls.needs_grid or attention == "xca":
+        raise Refused(f"it has fewer keys than queries, which {attention!r} cannot take")
+    new = _new_attention(old, attention, options, mixin=PvtCall)
+    new.q, new.kv, new.sr, new.kv_norm, new.pool, new.act = old.q, old.kv, old.sr, old.norm, old.pool, old.act
+    del new.qkv
+    return _carried(old, new)
+
+
+def _multihead(old: nn.MultiheadAttention, attention: str, options: dict[str, Any]) -> Exchange:
+    """torch's MultiheadAttention, torchvision's vision transformers among its users."""
+    if attention != "sima":
+        raise Refused(f"torch.nn.MultiheadAttention has a SimA form, but none of {attention!r}")
+    if not old._qkv_same_embed_dim:
+        raise Refused("its keys or values have another width than its queries")
+    if old.bias_k is not None or old.add_zero_attn:
+        raise Refused("it adds a key of its own (add_bias_kv or add_zero_attn), which would enter the norm of K")
+    known = _only(options, ("order", "token_ref", "eps"))
+    new = SimMultiheadAttention(
+        old.embed_dim,
+        old.num_heads,
+        bias=old.in_proj_bias is not None,
+        batch_first=old.batch_first,
+        device="meta",
+        **known,
+    )
+    new.in_proj_weight, new.in_proj_bias, new.out_proj = old.in_proj_weight, old.in_proj_bias, old.out_proj
+    dropped = (f"dropout={old.dropout}",) if old.dropout else ()
+    return Exchange(new, _parameter_names(old), dropped)
+
+
+class BeitCall:
+    """BEiT blocks hand a shared position bias to their attention; there must be none."""
+
+    def forward(self, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
+        """Tokens [B, N, C] -> tokens [B, N, C]."""
+        if shared_rel_pos_bias is not None:
+            raise ValueError("this attention was converted and cannot add a relative position bias")
+        return super().forward(x)  # type: ignore[misc]
+
+
+class PvtCall:
+    """PVT v2 blocks hand the size of the map to their attention, which shrinks it for keys and values."""
+
+    def forward(self: Any, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
+        """Tokens [B, N, C] of a map -> tokens [B, N, C]."""
+        B, _, C = x.shape
+        heads = (self.num_heads, self.head_dim)
+        q = self.q(x).unflatten(-1, heads).transpose(1, 2)  # [B, H, N, D]
+        if self.sr is not None:
+            maps = x.transpose(1, 2).reshape(B, C, *feat_size)
+            maps = self.sr(maps if self.pool is None else self.pool(maps))
+            x = self.kv_norm(maps.flatten(2).transpose(1, 2))  # [B, M, C]
+            x = x if self.act is None else self.act(x)
+        k, v = self.kv(x).unflatten(-1, (2, *heads)).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, M, D]
+        return self.join(self.core(q, k, v))
+
+
+def _new_attention(old: Any, attention: str, options: dict[str, Any], mixin: type | None = None) -> Any:
+    """An attention of the width and heads of the old one, which takes over its projections."""
+    cls = attention_class(attention, **options)
+    if cls.ties_qk:
+        raise Refused(f"{attention!r} has one projection for queries and keys, this attention has two")
+    if mixin is not None:
+        cls = type(cls.__name__, (mixin, cls), {"__doc__": cls.__doc__})
+    drop = {"attn_drop": old.attn_drop.p} if cls.can_drop_attention else {}
+    new = cls(old.proj.out_features, old.num_heads, **drop, **_factory(old.proj))
+    if hasattr(old, "qkv"):
+        new.qkv = old.qkv
+    new.proj, new.proj_drop = old.proj, old.proj_drop
+    return new
+
+
+def _carried(old: Any, new: Attention, dropped: tuple[str, ...] = ()) -> Exchange:
+    if old.attn_drop.p and not new.can_drop_attention:
+        dropped += (f"attn_drop={old.attn_drop.p}",)
+    return Exchange(new, tuple(name for name in _parameter_names(old) if name not in dropped), dropped)
+
+
+def _only(options: dict[str, Any], allowed: tuple[str, ...]) -> dict[str, Any]:
+    if set(options) - set(allowed):
+        raise Refused(f"of the options {sorted(options)} it takes {', '.join(allowed)} only")
+    return options
+
+
+def _parameter_names(module: nn.Module) -> tuple[str, ...]:
+    return tuple(name for name, _ in module.named_parameters())
+
+
+def _factory(layer: nn.Linear) -> dict[str, Any]:
+    return {"device": layer.weight.device, "dtype": layer.weight.dtype}
+
+
+ADAPTERS: dict[str, Callable[[Any, str, dict[str, Any]], Exchange]] = {
+    "timm.layers.attention.Attention": _plain,
+    "timm.models.xcit.XCA": _xca,
+    "timm.models.cait.ClassAttn": _class_attention,
+    "timm.models.beit.Attention": _beit,
+    "timm.models.pvt_v2.Attention": _pvt,
+    "torch.nn.modules.activation.MultiheadAttention": _multihead,
+}
+_WINDOW_BIAS = "it adds a position bias to every pair of tokens of a window"
+_ROPE = "it turns queries and keys by their position (RoPE) inside its forward"
+REFUSALS = {
+    "timm.models.swin_transformer.WindowAttention": _WINDOW_BIAS,
+    "timm.models.swin_transformer_v2.WindowAttention": _WINDOW_BIAS,
+    "timm.models.swin_transformer_v2_cr.WindowMultiHeadAttention": _WINDOW_BIAS,
+    "timm.models.maxxvit.AttentionCl": _WINDOW_BIAS,
+    "timm.models.maxxvit.Attention2d": _WINDOW_BIAS,
+    "timm.models.vision_transformer_relpos.RelPosAttention": "it adds a relative position bias to every pair of tokens",
+    "timm.models.levit.Attention": "it adds a learned bias to every pair of tokens",
+    "timm.models.cait.TalkingHeadAttn": "its heads exchange their attention matrices (talking heads)",
+    "timm.models.eva.EvaAttention": _ROPE,
+    "timm.layers.attention.AttentionRope": _ROPE,
+    "timm.models.vision_transformer_sam.Attention": "it may add a relative position bias, in windows",
+}

@@ -1,0 +1,56 @@
+"""What a conversion did, what it left alone and why, and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+NOTE = (
+    "The weights were carried over, the accuracy was not: this attention computes another function than the one the "
+    "weights were trained for. Fine-tune the converted model before you use it."
+)
+
+
+@dataclass(frozen=True)
+class Converted:
+    """One attention that was exchanged: where, what it was and is, and which of its parameters went along."""
+
+    path: str
+    old: str
+    new: str
+    kept: tuple[str, ...]
+    dropped: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """One attention that was left as it is, and why."""
+
+    path: str
+    kind: str
+    reason: str
+
+
+@dataclass
+class ConversionReport:
+    """Lists every attention of the model. `undo()` gives the model back as it was, bit for bit."""
+
+    model: str
+    attention: str
+    converted: list[Converted] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+    note: str = NOTE
+    _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
+
+    def undo(self) -> None:
+        """Put the original attentions back, the same objects with the weights they have now."""
+        while self._undo:
+            self._undo.pop()()
+
+    def __str__(self) -> str:
+        lines = [f"{self.model}: {len(self.converted)} attentions -> {self.attention}, {len(self.skipped)} left alone"]
+        for one in self.converted:
+            dropped = f", dropped {', '.join(one.dropped)}" if one.dropped else ""
+            lines.append(f"  {one.path}: {one.old} -> {one.new}{dropped}")
+        lines += [f"  {one.path}: {one.kind} left alone, {one.reason}" for one in self.skipped]
+        return "\n".join([*lines, self.note])

@@ -1,0 +1,437 @@
+"""CvT (Wu et al., 2021) with any attention of the registry that takes fewer keys than queries, in timm's model API.
+
+Shapes: B batch, N query tokens, M key tokens, H heads, D channels a head, C = H * D, K classes;
+images [B, 3, height, width] -> logits [B, K]. A grid is (rows, columns) of tokens, class token left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from timm.layers import DropPath, Mlp, calculate_drop_path_rates, global_pool_nlc
+from timm.models import build_model_with_cfg, checkpoint_seq
+from timm.models._features import feature_take_indices
+from torch import Tensor, nn
+
+from sima_attn.models._build import default_cfg, register_family, relu_instead
+from sima_attn.nn.attention import Attention, check_tokens
+from sima_attn.nn.baselines.softmax import ExplicitSoftmaxAttention, SoftmaxAttention
+from sima_attn.nn.baselines.xca import XCAttention
+from sima_attn.nn.registry import ATTENTIONS, attention_class
+
+Grid = tuple[int, int]
+POOLS = ("token", "avg", "")
+
+
+def to_map(x: Tensor, grid: Grid) -> Tensor:
+    """Tokens [B, rows * columns, C] -> map [B, C, rows, columns], a view."""
+    return x.transpose(1, 2).unflatten(2, grid)
+
+
+class ConvProjections(Attention):
+    """Mixin: q, k, v from depthwise convolutions over the token grid, k and v with a stride, then Linear layers.
+
+    Class tokens have no place on the grid and go to the Linear layers as they are.
+    """
+
+    def __init__(self, dim: int, num_heads: int, *, qkv_bias: bool, kv_stride: int, num_prefix_tokens: int, **kwargs):
+        super().__init__(dim, num_heads, qkv_bias=qkv_bias, **kwargs)
+        del self.qkv
+        self.kv_stride, self.num_prefix_tokens = kv_stride, num_prefix_tokens
+        self.conv_proj_q, self.proj_q = depthwise(dim, stride=1), nn.Linear(dim, dim, bias=qkv_bias)
+        self.conv_proj_v, self.proj_v = depthwise(dim, kv_stride), nn.Linear(dim, dim, bias=qkv_bias)
+        if not self.ties_qk:
+            self.conv_proj_k, self.proj_k = depthwise(dim, kv_stride), nn.Linear(dim, dim, bias=qkv_bias)
+        # CvT divides its scores by sqrt(C), our softmax by sqrt(D). No other attention is scaled in CvT's way.
+        softmax = isinstance(self, SoftmaxAttention | ExplicitSoftmaxAttention)
+        self.q_factor = num_heads**-0.5 if softmax else 1.0
+
+    def forward(self, x: Tensor, grid: Grid) -> Tensor:  # type: ignore[override]
+        """Tokens [B, N, C] on a grid, class token first -> tokens [B, N, C]."""
+        return self.join(self.core(*self.split(x, grid)))
+
+    def split(self, x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        """Tokens [B, N, C] -> q [B, H, N, D] and k, v [B, H, M, D]."""
+        check_tokens(x, self.attn_dim)
+        prefix, x = x.split([self.num_prefix_tokens, grid[0] * grid[1]], dim=1)
+        image = to_map(x, grid)  # [B, C, rows, columns]
+        q_map = self.conv_proj_q(image)
+        q = self.q_norm(self.heads(self.proj_q, prefix, q_map))
+        if self.q_factor != 1:
+            q = q * self.q_factor
+        if self.ties_qk:
+            # A convolution with a stride is the one without, read at every stride-th place.
+            k = self.q_norm(self.heads(self.proj_q, prefix, q_map[..., :: self.kv_stride, :: self.kv_stride]))
+        else:
+            k = self.k_norm(self.heads(self.proj_k, prefix, self.conv_proj_k(image)))
+        return q, k, self.heads(self.proj_v, prefix, self.conv_proj_v(image))
+
+    def heads(self, proj: nn.Module, prefix: Tensor, image: Tensor) -> Tensor:
+        """Prefix tokens [B, P, C] and a map [B, C, rows, columns] -> [B, H, P + rows * columns, D]."""
+        x = image.flatten(2).transpose(1, 2)  # [B, rows * columns, C]
+        x = torch.cat([prefix, x], dim=1) if self.num_prefix_tokens else x
+        return proj(x).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+
+
+def depthwise(dim: int, stride: int) -> nn.Sequential:
+    """A 3 x 3 convolution of each channel alone, and its BatchNorm."""
+    conv = nn.Conv2d(dim, dim, 3, stride=stride, padding=1, groups=dim, bias=False)
+    return nn.Sequential(OrderedDict(conv=conv, bn=nn.BatchNorm2d(dim)))
+
+
+def why_not(cls: type[Attention]) -> str | None:
+    """What keeps an attention out of CvT, where N queries meet M < N keys at any image size; None if nothing does."""
+    if cls.needs_num_tokens:
+        return "it is built for one number of tokens, and CvT has another one in each stage and at each image size"
+    if cls.needs_grid:
+        return "its queries and keys must lie on one grid, and CvT's keys are fewer and come with a class token"
+    if issubclass(cls, XCAttention):
+        return "it compares channels over the tokens, so it needs as many keys as queries, and CvT has fewer keys"
+    return None
+
+
+CVT_ATTENTIONS: dict[str, type[ConvProjections]] = {
+    name: type(f"Cvt{cls.__name__}", (ConvProjections, cls), {"__doc__": cls.__doc__, "__module__": __name__})
+    for name, cls in ATTENTIONS.items()
+    if not why_not(cls)
+}
+globals().update({cls.__name__: cls for cls in CVT_ATTENTIONS.values()})  # where pickle looks for them
+
+
+def cvt_attention_class(name: str) -> type[ConvProjections]:
+    """The attention of that name, fed by convolutional projections."""
+    base = attention_class(name)
+    if name not in CVT_ATTENTIONS:
+        raise ValueError(f"CvT cannot use attention={name!r}: {why_not(base)}; these work: {', '.join(CVT_ATTENTIONS)}")
+    return CVT_ATTENTIONS[name]
+
+
+class ConvEmbedding(nn.Module):
+    """Overlapping patches: map [B, C', height, width] -> tokens [B, N, C] and their grid."""
+
+    def __init__(self, in_chans: int, dim: int, patch_size: int, stride: int, padding: int, norm_layer: Callable):
+        super().__init__()
+        self.proj = nn.Conv2d(in_chans, dim, patch_size, stride=stride, padding=padding)
+        self.norm = norm_layer(dim)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Grid]:
+        """Map [B, C', height, width] -> tokens [B, N, C], (rows, columns)."""
+        x = self.proj(x)  # [B, C, rows, columns]
+        return self.norm(x.flatten(2).transpose(1, 2)), (x.shape[2], x.shape[3])
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, attn: ConvProjections, mlp: nn.Module, drop_path: float, norm_layer: Callable):
+        super().__init__()
+        self.norm1, self.attn, self.drop_path1 = norm_layer(attn.attn_dim), attn, DropPath(drop_path)
+        self.norm2, self.mlp, self.drop_path2 = norm_layer(attn.attn_dim), mlp, DropPath(drop_path)
+
+    def forward(self, x: Tensor, grid: Grid) -> Tensor:
+        """Tokens [B, N, C] on a grid -> tokens [B, N, C]."""
+        x = x + self.drop_path1(self.attn(self.norm1(x), grid))
+        return x + self.drop_path2(self.mlp(self.norm2(x)))
+
+
+class Stage(nn.Module):
+    """One resolution: map -> tokens on a coarser grid, class token first where the stage has one."""
+
+    def __init__(self, patch_embed: ConvEmbedding, blocks: Sequence[Block], class_token_dim: int):
+        super().__init__()
+        self.patch_embed = patch_embed
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, class_token_dim)) if class_token_dim else None
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor, checkpointing: bool = False) -> tuple[Tensor, Grid]:
+        """Map [B, C', height, width] -> tokens [B, N, C], (rows, columns)."""
+        x, grid = self.patch_embed(x)
+        if self.cls_token is not None:
+            x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1)
+        blocks = [partial(block, grid=grid) for block in self.blocks]
+        if checkpointing:
+            return checkpoint_seq(blocks, x), grid
+        for block in blocks:
+            x = block(x)
+        return x, grid
+
+
+class Cvt(nn.Module):
+    """Images of any size -> logits: stages of convolutional token embeddings and attention with strided keys.
+
+    The last stage has a class token; there are no position embeddings, the convolutions tell where a token is.
+
+    Args:
+        global_pool: "token" reads the class token, "avg" the mean of the others, "" classifies every token.
+        embed_dims, depths, num_heads, patch_sizes, strides, paddings: One number a stage.
+        kv_stride: Stride of the projections to keys and values; 2 leaves a quarter of the tokens.
+        drop_rate, proj_drop_rate, drop_path_rate: Dropout before the head, after the projections, and of whole
+            branches, growing from 0 at the first block to the rate given at the last.
+        attention: Name of a registered attention; "softmax" is CvT itself.
+        attention_options: Options of that attention for all stages, or a sequence of them, one a stage
+            (SimA's `token_ref` is another number in each).
+    """
+
+    def __init__(
+        self,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        global_pool: str = "token",
+        embed_dims: Sequence[int] = (64, 192, 384),
+        depths: Sequence[int] = (1, 2, 10),
+        num_heads: Sequence[int] = (1, 3, 6),
+        patch_sizes: Sequence[int] = (7, 3, 3),
+        strides: Sequence[int] = (4, 2, 2),
+        paddings: Sequence[int] = (2, 1, 1),
+        mlp_ratio: float = 4.0,
+        qkv_bias: bool = True,
+        kv_stride: int = 2,
+        drop_rate: float = 0.0,
+        proj_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        norm_layer: Callable[..., nn.Module] = nn.LayerNorm,
+        act_layer: type[nn.Module] = nn.GELU,
+        attention: str = "sima",
+        attention_options: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        super().__init__()
+        count = len(embed_dims)
+        if attention_options is None or isinstance(attention_options, Mapping):
+            attention_options = [attention_options or {}] * count
+        per_stage = {"depths": depths, "num_heads": num_heads, "attention_options": attention_options}
+        per_stage |= {"patch_sizes": patch_sizes, "strides": strides, "paddings": paddings}
+        for name, values in per_stage.items():
+            if len(values) != count:
+                raise ValueError(f"{name} must have one entry for each of the {count} embed_dims, got {values}")
+        if min(depths, default=0) < 1 or kv_stride < 1:
+            raise ValueError(
+                f"CvT needs a block or more in each stage and a kv_stride of 1 or more, got {depths=}, {kv_stride=}"
+            )
+        attn_layer = cvt_attention_class(attention)
+        rates: Iterator[Any] = iter(calculate_drop_path_rates(drop_path_rate, sum(depths)))
+        self.in_chans = in_chans
+        self.num_features = self.head_hidden_size = embed_dims[-1]
+        self.num_prefix_tokens = 1
+        self.grad_checkpointing = False
+        self.stages = nn.ModuleList()
+        self.feature_info: list[dict[str, Any]] = []
+        width, reduction = in_chans, 1
+        for i, dim in enumerate(embed_dims):
+            prefix = self.num_prefix_tokens if i == count - 1 else 0
+            embed = ConvEmbedding(width, dim, patch_sizes[i], strides[i], paddings[i], norm_layer)
+            blocks = []
+            for _ in range(depths[i]):
+                attn = attn_layer(
+                    dim,
+                    num_heads[i],
+                    qkv_bias=qkv_bias,
+                    kv_stride=kv_stride,
+                    num_prefix_tokens=prefix,
+                    proj_drop=proj_drop_rate,
+                    **attention_options[i],
+                )
+                mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=act_layer, drop=proj_drop_rate)
+                blocks.append(Block(attn, mlp, next(rates), norm_layer))
+            self.stages.append(Stage(embed, blocks, class_token_dim=dim if prefix else 0))
+            width, reduction = dim, reduction * strides[i]
+            self.feature_info.append({"num_chs": dim, "reduction": reduction, "module": f"stages.{i}"})
+        self.norm = norm_layer(self.num_features)
+        self.head_drop = nn.Dropout(drop_rate)
+        self.reset_classifier(num_classes, global_pool)
+        self.apply(init_weights)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images [B, in_chans, height, width] -> logits [B, K]."""
+        return self.forward_head(self.forward_features(x))
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Images [B, in_chans, height, width] -> normalised tokens of the last stage [B, N, C], class token first."""
+        return self.norm(self.run_stages(x, len(self.stages))[-1][0])
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Tokens [B, N, C] -> logits [B, K], or the features [B, C] that the classifier reads."""
+        x = self.head_drop(global_pool_nlc(x, self.global_pool, self.num_prefix_tokens))
+        return x if pre_logits else self.head(x)
+
+    def run_stages(self, x: Tensor, count: int) -> list[tuple[Tensor, Grid]]:
+        """Images -> tokens [B, N, C] and grid of each of the first stages."""
+        if x.dim() != 4 or x.shape[1] != self.in_chans:
+            raise ValueError(f"images must have shape [batch, {self.in_chans}, height, width], got {tuple(x.shape)}")
+        outputs = []
+        for stage in self.stages[:count]:
+            tokens, grid = stage(x, self.grad_checkpointing)
+            outputs.append((tokens, grid))
+            x = to_map(tokens[:, -grid[0] * grid[1] :], grid)  # [B, C, rows, columns]
+        return outputs
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | list[int] | None = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
+        """Images -> maps [B, C, rows, columns] of the stages asked for, with what `forward_features` gives before them.
+
+        Args:
+            x: Images [B, in_chans, height, width].
+            indices: The last n stages if an int, all if None.
+            norm: Apply the final norm to the last stage's map, the only one it fits.
+            stop_early: Run no stage after the last one asked for; if that leaves some out, the tokens returned
+                are those of the last one that ran, without the final norm.
+            output_fmt: "NCHW", or "NLC" for tokens [B, rows * columns, C]; the class token is left out of both.
+            intermediates_only: Return the list alone.
+        """
+        if output_fmt not in ("NCHW", "NLC"):
+            raise ValueError(f"output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}")
+        wanted, last = feature_take_indices(len(self.stages), indices)
+        outputs = self.run_stages(x, last + 1 if stop_early else len(self.stages))
+        end = outputs[-1][0]
+        final = self.norm(end) if len(outputs) == len(self.stages) else end
+        intermediates = []
+        for i, (tokens, grid) in enumerate(outputs):
+            if i in wanted:
+                tokens = final if norm and i == len(self.stages) - 1 else tokens
+                tokens = tokens[:, -grid[0] * grid[1] :]
+                intermediates.append(to_map(tokens, grid).contiguous() if output_fmt == "NCHW" else tokens)
+        return intermediates if intermediates_only else (final, intermediates)
+
+    def prune_intermediate_layers(
+        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Drop the stages after the last one asked for, and return the indices of those asked for."""
+        wanted, last = feature_take_indices(len(self.stages), indices)
+        if prune_norm or last + 1 < len(self.stages):  # the norm fits the last stage alone
+            self.norm = nn.Identity()
+        self.stages = self.stages[: last + 1]
+        if prune_head:
+            self.reset_classifier(0, "")
+        return wanted
+
+    def get_classifier(self) -> nn.Module:
+        """The layer that gives the logits."""
+        return self.head
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """A new head for that many classes (0: none) and, if given, another pooling."""
+        if global_pool is not None:
+            if global_pool not in POOLS:
+                raise ValueError(f"global_pool must be one of {', '.join(map(repr, POOLS))}, got {global_pool!r}")
+            self.global_pool = global_pool
+        if num_classes < 0:
+            raise ValueError(f"num_classes must be 0 (no head) or more, got {num_classes}")
+        self.num_classes = num_classes
+        head = nn.Linear(self.num_features, num_classes) if num_classes else nn.Identity()
+        self.head = head.to(next(self.parameters()))
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute each block in the backward pass, to save memory.
+
+        The BatchNorms then see every batch twice, so their running statistics move faster.
+        """
+        self.grad_checkpointing = enable
+
+    def no_weight_decay(self) -> set[str]:
+        """Parameters that timm's optimisers must not decay."""
+        return {name for name, _ in self.named_parameters() if name.endswith("cls_token")}
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """timm's patterns that order the parameters by depth, for layer-wise learning rates."""
+        by_block = [
+            (r"^stages\.(\d+)\.(?:patch_embed|cls_token)", (0,)),
+            (r"^stages\.(\d+)\.blocks\.(\d+)", None),
+            (r"^norm", (99999,)),
+        ]
+        return {"stem": r"^stages\.0\.patch_embed", "blocks": r"^stages\.(\d+)" if coarse else by_block}
+
+
+def init_weights(module: nn.Module) -> None:
+    """CvT's start: Linear layers and the class token normal with deviation 0.02, convolutions as torch has them."""
+    if isinstance(module, nn.Linear):
+        nn.init.trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+    elif isinstance(module, Stage) and module.cls_token is not None:
+        nn.init.trunc_normal_(module.cls_token, std=0.02)
+
+
+# Modules of transformers' CvT -> ours; {} stands for the number of a stage, then of a block.
+_STAGE, _BLOCK = "cvt.encoder.stages.{}", "cvt.encoder.stages.{}.layers.{}"
+_FROM_TRANSFORMERS = {
+    "layernorm": "norm",
+    "classifier": "head",
+    _STAGE: "stages.{}",  # its cls_token
+    f"{_STAGE}.embedding.convolution_embeddings.projection": "stages.{}.patch_embed.proj",
+    f"{_STAGE}.embedding.convolution_embeddings.normalization": "stages.{}.patch_embed.norm",
+    f"{_BLOCK}.layernorm_before": "stages.{}.blocks.{}.norm1",
+    f"{_BLOCK}.layernorm_after": "stages.{}.blocks.{}.norm2",
+    f"{_BLOCK}.attention.output.dense": "stages.{}.blocks.{}.attn.proj",
+    f"{_BLOCK}.intermediate.dense": "stages.{}.blocks.{}.mlp.fc1",
+    f"{_BLOCK}.output.dense": "stages.{}.blocks.{}.mlp.fc2",
+}
+for _name in ("query", "key", "value"):
+    _theirs, _ours = f"{_BLOCK}.attention.attention", "stages.{}.blocks.{}.attn"
+    _conv = f"{_theirs}.convolution_projection_{_name}.convolution_projection"
+    _FROM_TRANSFORMERS[f"{_conv}.convolution"] = f"{_ours}.conv_proj_{_name[0]}.conv"
+    _FROM_TRANSFORMERS[f"{_conv}.normalization"] = f"{_ours}.conv_proj_{_name[0]}.bn"
+    _FROM_TRANSFORMERS[f"{_theirs}.projection_{_name}"] = f"{_ours}.proj_{_name[0]}"
+
+
+def from_transformers_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of transformers' CvtForImageClassification under our names; every key has a place, or an error."""
+    ours, left = {}, []
+    for key, value in state_dict.items():
+        module, _, leaf = key.rpartition(".")
+        name = _FROM_TRANSFORMERS.get(re.sub(r"\d+", "{}", module))
+        if name is None:
+            left.append(key)
+        else:
+            ours[f"{name.format(*re.findall(r'[0-9]+', module))}.{leaf}"] = value
+    if left:
+        raise ValueError(
+            f"not a state dict of transformers' CvtForImageClassification, no place for these keys: {', '.join(left)}"
+        )
+    return ours
+
+
+SIZES: dict[str, dict[str, Any]] = {
+    "sima_cvt_13": {"depths": (1, 2, 10)},
+    "sima_cvt_21": {"depths": (1, 4, 16)},
+}
+CFGS = {name: default_cfg(224, first_conv="stages.0.patch_embed.proj", classifier="head") for name in SIZES}
+TRAINED_TOKENS = (56 * 56, 28 * 28, 14 * 14 + 1)  # of the three stages at 224 px, class token included
+
+
+def build_cvt(
+    name: str, *, pretrained: bool = False, relu: bool = False, token_ref: str | None = None, **kwargs
+) -> Cvt:
+    """A CvT of any input size; other arguments are those of Cvt.
+
+    Args:
+        name: A key of SIZES.
+        pretrained: Load the file that `pretrained_cfg_overlay` names.
+        relu: ReLU in place of GELU.
+        token_ref: None is the paper; "train" makes up for other image sizes than the training size's.
+        kwargs: Arguments of Cvt.
+    """
+    if relu:
+        kwargs["act_layer"] = relu_instead(kwargs.get("act_layer"))
+    if token_ref is not None:
+        if token_ref != "train" or kwargs.get("attention", "sima") != "sima" or kwargs.get("attention_options"):
+            raise ValueError(
+                f"token_ref must be None or 'train', with SimA attention and no attention_options, got {token_ref!r}; "
+                "give attention_options=[{'token_ref': ...}, ...], one a stage, for anything else"
+            )
+        kwargs["attention_options"] = [{"token_ref": tokens} for tokens in TRAINED_TOKENS]
+    feature_cfg = {"out_indices": kwargs.pop("out_indices", 3), "feature_cls": "getter"}
+    return build_model_with_cfg(Cvt, name, pretrained, feature_cfg=feature_cfg, **kwargs)
+
+
+register_family(__name__, SIZES, CFGS, build_cvt)
