@@ -11,6 +11,8 @@ from sima_attn._timm_registration import register_with_timm
 from sima_attn._version import __version__
 
 if TYPE_CHECKING:
+    from sima_attn.conversion import ConversionReport, convert
+    from sima_attn.export import AuditReport, assert_exp_free, audit
     from sima_attn.models import load_official, save_official
     from sima_attn.nn import (
         ATTENTIONS,
@@ -23,25 +25,10 @@ if TYPE_CHECKING:
     )
     from sima_attn.ops import ExpCounter, SimaAccumulator, choose_order, sima_attention
 
-_HOME = {
-    **dict.fromkeys(("ExpCounter", "SimaAccumulator", "choose_order", "sima_attention"), "sima_attn.ops"),
-    **dict.fromkeys(
-        (
-            "ATTENTIONS",
-            "SimAttention",
-            "SimClassAttention",
-            "SimCrossAttention",
-            "SimMultiheadAttention",
-            "attention_class",
-            "create_attention",
-        ),
-        "sima_attn.nn",
-    ),
-    **dict.fromkeys(("load_official", "save_official"), "sima_attn.models"),
-}
-
 __all__ = [
     "ATTENTIONS",
+    "AuditReport",
+    "ConversionReport",
     "ExpCounter",
     "SimAttention",
     "SimClassAttention",
@@ -49,19 +36,30 @@ __all__ = [
     "SimMultiheadAttention",
     "SimaAccumulator",
     "__version__",
+    "assert_exp_free",
     "attention_class",
+    "audit",
     "choose_order",
+    "convert",
     "create_attention",
     "load_official",
     "save_official",
     "sima_attention",
 ]
 
+_HOMES = {
+    "sima_attn.ops": ("ExpCounter", "SimaAccumulator", "choose_order", "sima_attention"),
+    "sima_attn.models": ("load_official", "save_official"),
+    "sima_attn.conversion": ("ConversionReport", "convert"),
+    "sima_attn.export": ("AuditReport", "assert_exp_free", "audit"),
+}
+
 
 def __getattr__(name: str):
-    if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
-    raise AttributeError(f"module 'sima_attn' has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module 'sima_attn' has no attribute {name!r}")
+    home = next((home for home, names in _HOMES.items() if name in names), "sima_attn.nn")
+    return getattr(import_module(home), name)
 
 
 def __dir__() -> list[str]:

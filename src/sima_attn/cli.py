@@ -100,24 +100,25 @@ def _print_table(text: "TextTable", title: str, caption: str | None = None) -> N
 
 
 @app.command("models")
-def models_command() -> None:
+def models_command(
+    out: Annotated[Path | None, typer.Option(help="CSV file for the counts.")] = None,
+) -> None:
     """Print Table 1 of the paper: our models, counted exactly, beside what the paper prints."""
     with _progress_bar() as progress:
         task = progress.add_task("importing", total=None)
-        from sima_attn.export.audit import audit_named
-        from sima_attn.export.table_1 import table_1
+        from sima_attn.bench.rows import write_rows
+        from sima_attn.export.table_1 import count_models, table_1
         from sima_attn.models.paper_table import TABLE_1
 
-        reports = []
-        progress.update(task, total=len(TABLE_1))
-        for row in TABLE_1:
-            progress.update(task, description=row.ours)
-            reports.append(audit_named(row.ours))
-            progress.advance(task)
+        progress.update(task, total=len(TABLE_1), completed=-1)
+        rows = count_models(on_step=lambda name: progress.update(task, advance=1, description=name))
+        progress.update(task, advance=1)
+    if out is not None:
+        write_rows(out, rows)
     _print_table(
-        table_1(TABLE_1, reports),
+        table_1(rows),
         title="SimA models at 224 px, one image",
-        caption="in brackets and top-1: as the paper prints it, with MACs of the dearer order for DeiT and CvT",
+        caption="in brackets: as the paper prints it, with the MACs of the dearer order for DeiT and CvT",
     )
 
 
@@ -130,7 +131,7 @@ def audit_command(
 ) -> None:
     """Count a model's parameters, MACs and memory, and every exp-like call in it."""
     with Console(stderr=True).status(f"auditing {model}"):
-        from sima_attn.export.audit import audit_named
+        from sima_attn.export.audit_model import audit_named
 
         report = audit_named(model, size)
     console.print(f"[bold]{report.name}[/bold]", highlight=False)

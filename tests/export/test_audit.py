@@ -1,6 +1,7 @@
 """The audit counts every exp-like call, puts it in the right part, and leaves the model as it was."""
 
 import sys
+from pathlib import Path
 
 import pytest
 import timm
@@ -9,8 +10,9 @@ from torch import nn
 from typer.testing import CliRunner
 
 from sima_attn import cli
+from sima_attn.bench.rows import read_rows
 from sima_attn.export import ExpCall, assert_exp_free, audit
-from sima_attn.export.table_1 import table_1
+from sima_attn.export.table_1 import ModelRow, count_models, table_1
 from sima_attn.models.paper_table import TABLE_1
 from sima_attn.nn import ATTENTIONS, SimAttention, create_attention
 from sima_attn.ops import AttentionShape
@@ -492,16 +494,20 @@ def test_command_suggests_names():
 
 
 def test_table_1_of_the_paper_is_made_of_counts():
-    small = {"depth": 1, "num_classes": 3}
-    rows = [row for row in TABLE_1 if "deit" in row.ours or "tiny_24" in row.ours]
-    reports = [audit(timm.create_model(row.ours, **small), 32) for row in rows]
-    table = table_1(rows, reports)
-    names = [line[0] for line in table.lines]
-    assert names == [row.ours for row in rows]
-    by_name = dict(zip(names, table.lines, strict=True))
-    assert by_name["sima_deit_small_patch16_224_relu"][3:5] == ["0 (0)", "0"]
-    assert by_name["sima_deit_small_patch16_224"][4] != "0"
-    assert [float(line[-1]) for line in table.lines] == [79.8, 79.8, 79.4, 79.6]
+    steps = []
+    models = [row for row in TABLE_1 if row.ours.startswith("sima_deit_small_patch16_224")]
+    rows = count_models(models, size=32, on_step=steps.append)
+    assert steps == [row.model for row in rows] == [row.ours for row in models]
+    assert [row.other_exps == 0 for row in rows] == [False, False, True]
+    assert [line[3] for line in table_1(rows).lines] == ["0 (0)"] * 3
+    assert [line[-1] for line in table_1(rows).lines] == ["79.8", "79.4", "79.6"]
+
+
+def test_the_table_of_the_readme_is_made_of_the_committed_rows():
+    repository = Path(__file__).parents[2]
+    rows = read_rows(repository / "benchmarks" / "results" / "table_1.csv", ModelRow)
+    assert [row.model for row in rows] == [row.ours for row in TABLE_1]
+    assert table_1(rows).markdown() in (repository / "README.md").read_text()
 
 
 def test_every_model_of_table_1_is_registered():

@@ -6,6 +6,7 @@ import sys
 import pytest
 import timm
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import sima_attn.models  # noqa: F401 - registers the models
 from closeness import assert_close
@@ -65,6 +66,32 @@ def test_every_name_builds_and_its_shapes_are_right(name):
 def test_parameters_are_those_of_the_paper(name, count):
     with torch.device("meta"):
         assert sum(p.numel() for p in timm.create_model(name).parameters()) == count
+
+
+@pytest.mark.parametrize(("width", "channels", "heads"), [("tiny", 192, 3), ("small", 384, 6), ("base", 768, 12)])
+@pytest.mark.parametrize("order", ["kv", "qk"])
+def test_macs_of_deit_are_the_analytic_count(width, channels, heads, order):
+    C, N, D = channels, 197, channels // heads
+    core = 2 * N * D * C if order == "kv" else 2 * N * N * C
+    block = 3 * N * C * C + core + N * C * C + 8 * N * C * C  # qkv, attention, proj, mlp
+    expected = 196 * (3 * 16 * 16) * C + 12 * block + C * 1000
+    with torch.device("meta"), FlopCounterMode(display=False) as flops:
+        model = timm.create_model(f"sima_deit_{width}_patch16_224", attention_options={"order": order})
+        model(torch.empty(1, 3, 224, 224))
+    assert flops.get_total_flops() == 2 * expected
+
+
+def test_macs_of_xcit_small_are_the_analytic_count():
+    C, N, D, stem = 384, 196, 48, (3, 48, 96, 192, 384)
+    sides = (112, 56, 28, 14)
+    convolutions = sum(9 * a * b * side**2 for a, b, side in zip(stem, stem[1:], sides, strict=False))
+    block = 4 * N * C * C + 2 * N * D * C + 8 * N * C * C + 2 * 9 * N * C  # qkv and proj, SimA, mlp, LPI
+    M = N + 1
+    class_block = 3 * M * C * C + 2 * M * C + C * C + 8 * C * C  # q, k, v of all tokens, one row, proj and mlp of one
+    positions = 64 * C * N  # the projection of the Fourier features
+    with torch.device("meta"), FlopCounterMode(display=False) as flops:
+        timm.create_model("sima_xcit_small_12_p16_224").eval()(torch.empty(1, 3, 224, 224))
+    assert flops.get_total_flops() == 2 * (convolutions + positions + 12 * block + 2 * class_block + C * 1000)
 
 
 @small

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sima_attn.export.audit import Parts, in_paper
+from sima_attn.export.audit_model import Parts, in_paper
 from sima_attn.export.audit_report import AuditReport, ExpCall, Shape, show_shapes
 
 if TYPE_CHECKING:

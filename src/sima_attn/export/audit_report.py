@@ -82,7 +82,7 @@ class AuditReport:
         if self.activation_bytes is not None:
             facts.append(f"{self.activation_bytes / 2**20:.2f} MiB of activations at most")
         if self.in_paper:
-            facts.append(f"exp() in attention as the paper counts it: {', '.join(self.in_paper)}")
+            facts.append(f"exp() in attention, in the paper's symbols: {', '.join(self.in_paper)}")
         return "; ".join(facts)
 
     def summary(self) -> str:

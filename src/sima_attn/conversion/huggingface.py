@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from sima_attn.convert.modules import looks_like_attention
-from sima_attn.convert.report import ConversionReport, Converted, Skipped
+from sima_attn.conversion.modules import looks_like_attention
+from sima_attn.conversion.report import ConversionReport, Converted, Skipped
 from sima_attn.ops import sima_attention
 from sima_attn.ops.api import check_token_ref
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from closeness import assert_close
-from sima_attn.convert import convert
+from sima_attn.conversion import convert
 from sima_attn.ops import ExpCounter
 
 transformers = pytest.importorskip("transformers")
@@ -81,6 +81,22 @@ def test_families_that_accept_the_setting_and_ignore_it_are_refused(name):
     assert model.config._attn_implementation == before
 
 
+def test_a_model_with_a_bias_of_token_pairs_is_refused_and_left_as_it_was():
+    options = {
+        "embed_dim": 16,
+        "depths": [1, 1],
+        "num_heads": [1, 2],
+        "image_size": 32,
+        "window_size": 4,
+        "patch_size": 2,
+    }
+    model = transformers.SwinModel(transformers.SwinConfig(**options)).eval()
+    before = outputs(model, pixel_values=image())
+    with pytest.raises(ValueError, match="cannot add a bias to pairs of tokens"):
+        convert(model)
+    assert torch.equal(outputs(model, pixel_values=image()), before)
+
+
 @pytest.mark.parametrize("name", ["vit", "clip"])
 def test_saved_and_loaded_it_is_still_sima(name, tmp_path):
     model = build(HONOURED, name)
@@ -119,7 +135,7 @@ def test_token_ref_reaches_the_operator():
 
 
 def test_padding_masks_are_honoured_and_other_masks_refused():
-    from sima_attn.convert.huggingface import sima_for_transformers
+    from sima_attn.conversion.huggingface import sima_for_transformers
 
     module = torch.nn.Identity()
     q, k, v = torch.randn(3, 2, 4, 6, 8)

@@ -7,7 +7,7 @@ import torchvision
 from torch import nn
 
 from closeness import assert_close
-from sima_attn.convert import convert
+from sima_attn.conversion import convert
 from sima_attn.nn import ATTENTIONS, SimAttention, SimClassAttention, SimMultiheadAttention
 from sima_attn.ops import ExpCounter
 

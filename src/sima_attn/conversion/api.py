@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from sima_attn.convert.huggingface import convert_pretrained, is_pretrained_model
-from sima_attn.convert.modules import Refused, exchange, looks_like_attention
-from sima_attn.convert.report import ConversionReport, Converted, Skipped
+from sima_attn.conversion.huggingface import convert_pretrained, is_pretrained_model
+from sima_attn.conversion.modules import Refused, exchange, looks_like_attention
+from sima_attn.conversion.report import ConversionReport, Converted, Skipped
 from sima_attn.nn import Attention, attention_class
 
 Where = Callable[[str, nn.Module], bool]
