@@ -176,3 +176,11 @@ def test_a_text_encoder_by_its_own_inputs():
     padding = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
     out = outputs(model, input_ids=ids, attention_mask=padding)
     assert_close(out[1:, :4], outputs(model, input_ids=ids[1:, :4]), 1e-5)
+
+
+def test_a_converted_model_compiles_to_one_graph():
+    torch._dynamo.reset()
+    model = build(HONOURED, "vit")
+    convert(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert_close(outputs(compiled, pixel_values=image()), outputs(model, pixel_values=image()), 1e-5)

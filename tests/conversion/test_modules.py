@@ -204,6 +204,31 @@ def test_wrong_use_is_named():
         convert(nn.ModuleList([nn.MultiheadAttention(16, 4)]), norm="l2")
 
 
+def test_an_attention_that_is_shared_is_exchanged_everywhere():
+    shared = nn.MultiheadAttention(16, 4)
+    model = nn.ModuleDict({"first": shared, "second": shared})
+    report = convert(model)
+    assert [one.path for one in report.converted] == ["first", "second"]
+    assert model["first"] is model["second"]
+    assert isinstance(model["first"], SimMultiheadAttention)
+    report.undo()
+    assert model["first"] is model["second"] is shared
+
+
+def test_a_conversion_that_fails_half_way_leaves_nothing_behind():
+    model, x = build("deit_tiny_patch16_224")
+    before = model(x)
+
+    def stumble(path, module):
+        if path.startswith("blocks.1."):
+            raise KeyError(path)
+        return True
+
+    with pytest.raises(KeyError):
+        convert(model, where=stumble)
+    assert torch.equal(model(x), before)
+
+
 def test_third_party_classes_are_not_patched():
     before = timm.layers.Attention.forward, nn.MultiheadAttention.forward
     model, _ = build("deit_tiny_patch16_224")

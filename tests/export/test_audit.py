@@ -149,7 +149,7 @@ def test_a_block_named_after_its_attention_is_not_attention():
 
 def test_an_attention_that_holds_parts_named_after_it_is_attention():
     class AttentionProjection(nn.Linear):
-        pass
+        """A part, by its name alone an attention."""
 
     class SelfAttention(nn.Module):
         def __init__(self, softmax):
@@ -512,3 +512,15 @@ def test_the_table_of_the_readme_is_made_of_the_committed_rows():
 
 def test_every_model_of_table_1_is_registered():
     assert all(timm.is_model(row.ours) for row in TABLE_1)
+
+
+@pytest.mark.parametrize("name", ["xcit_small_12_p16_224", "sima_xcit_small_12_p16_224_relu"])
+def test_the_readme_shows_what_the_command_prints(name):
+    printed = CliRunner().invoke(cli.app, ["audit", name]).output.rstrip().splitlines()
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    shown = readme.split(f"$ sima audit {name}\n")[1].splitlines()[: len(printed)]
+
+    def counts(lines):  # memory is what this torch's kernels make of it
+        return [line.strip() for line in lines if "MiB" not in line]
+
+    assert counts(shown) == counts(printed)

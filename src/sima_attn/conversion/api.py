@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from sima_attn.conversion.huggingface import convert_pretrained, is_pretrained_model
-from sima_attn.conversion.modules import Refused, exchange, looks_like_attention
+from sima_attn.conversion.modules import Exchange, Refused, exchange, looks_like_attention
 from sima_attn.conversion.report import ConversionReport, Converted, Skipped
 from sima_attn.nn import Attention, attention_class
 
@@ -45,7 +45,11 @@ def convert(
     else:
         if example_inputs is not None:
             raise ValueError("example_inputs is for transformers' models; other models are converted module by module")
-        _convert_modules(model, attention, where, options, report)
+        try:
+            _convert_modules(model, attention, where, options, report)
+        except BaseException:
+            report.undo()  # all of it or nothing
+            raise
     if not report.converted:
         found = "; ".join(f"{one.path} ({one.kind}): {one.reason}" for one in report.skipped) or "it has no attention"
         raise ValueError(f"nothing in this {type(model).__name__} could be converted to {attention!r}: {found}")
@@ -55,10 +59,11 @@ def convert(
 def _convert_modules(
     model: nn.Module, attention: str, where: Where | None, options: dict[str, Any], report: ConversionReport
 ) -> None:
-    for path, module in list(model.named_modules()):
+    swaps: dict[nn.Module, Exchange] = {}
+    for path, module in list(model.named_modules(remove_duplicate=False)):  # a shared attention has several paths
         kind = type(module).__name__
         try:
-            swap = exchange(module, attention, options)
+            swap = swaps.get(module) or exchange(module, attention, options)
         except Refused as refused:
             report.skipped.append(Skipped(path, kind, str(refused)))
             continue
@@ -71,6 +76,7 @@ def _convert_modules(
             continue
         if not path:
             raise ValueError(f"the model itself is a {kind}: wrap it in a module, which can hold the converted one")
+        swaps[module] = swap
         swap.module.train(module.training)
         model.set_submodule(path, swap.module)
         report._undo.append(lambda path=path, old=module: model.set_submodule(path, old))  # type: ignore[misc]

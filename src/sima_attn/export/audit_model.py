@@ -10,7 +10,7 @@ import difflib
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -302,10 +302,8 @@ def _create_timm_model(name: str, size: int | None) -> nn.Module:
     import timm
 
     if size is not None:
-        try:
+        with suppress(TypeError):  # convolutional models take any size and have no such option
             return timm.create_model(name, pretrained=False, img_size=size)
-        except TypeError:
-            pass  # convolutional models take any size and have no such option
     return timm.create_model(name, pretrained=False)
 
 
