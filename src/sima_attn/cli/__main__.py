@@ -1,0 +1,5 @@
+"""`python -m sima_attn.cli`."""
+
+from sima_attn.cli import main
+
+main()

@@ -1,0 +1,32 @@
+"""What several commands use to speak to the user."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from sima_attn.bench.tables import TextTable
+
+# A table needs its width even where the output is not a terminal.
+console = Console() if Console().is_terminal else Console(width=120)
+
+Seconds = Annotated[float, typer.Option(help="Time for each group of measurements.", min=0.0)]
+
+
+def progress_bar() -> Progress:
+    """Description, bar, count and time, on stderr."""
+    columns = (TextColumn("[bold]{task.description:<40}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True))
+
+
+def print_table(text: "TextTable", title: str, caption: str | None = None) -> None:
+    """A table of strings as a table of the terminal."""
+    table = Table(title=title, caption=caption)
+    for column, heading in enumerate(text.header):
+        table.add_column(heading, justify="right" if column else "left", no_wrap=True)
+    for i, line in enumerate(text.lines):
+        table.add_row(*line, style="bold green" if i in text.bold else None)
+    console.print(table)

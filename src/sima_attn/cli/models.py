@@ -1,0 +1,56 @@
+"""`sima models` and `sima audit`: what a model costs."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from sima_attn.cli._shared import console, print_table, progress_bar
+
+app = typer.Typer()
+
+
+@app.command("models")
+def models_command(
+    out: Annotated[Path | None, typer.Option(help="CSV file for the counts.")] = None,
+) -> None:
+    """Print Table 1 of the paper: our models, counted exactly, beside what the paper prints."""
+    with progress_bar() as progress:
+        task = progress.add_task("importing", total=None)
+        from sima_attn.bench.rows import write_rows
+        from sima_attn.export.table_1 import count_models, table_1
+        from sima_attn.models.paper_table import TABLE_1
+
+        progress.update(task, total=len(TABLE_1), completed=-1)
+        rows = count_models(on_step=lambda name: progress.update(task, advance=1, description=name))
+        progress.update(task, advance=1)
+    if out is not None:
+        write_rows(out, rows)
+    print_table(
+        table_1(rows),
+        title="SimA models at 224 px, one image",
+        caption="in brackets: as the paper prints it, with the MACs of the dearer order for DeiT and CvT",
+    )
+
+
+@app.command("audit")
+def audit_command(
+    model: Annotated[str, typer.Argument(metavar="NAME_OR_FILE", help="A timm model name, or an .onnx file.")],
+    size: Annotated[int | None, typer.Option(help="Image side in pixels; without it the model's own.", min=1)] = None,
+    by_module: Annotated[bool, typer.Option("--by-module", help="One line for each module.")] = False,
+    fail_on_exp: Annotated[bool, typer.Option("--fail-on-exp", help="Exit with 1 if a call is exp-like.")] = False,
+) -> None:
+    """Count a model's parameters, MACs and memory, and every exp-like call in it."""
+    with Console(stderr=True).status(f"auditing {model}"):
+        from sima_attn.export.audit_model import audit_named
+
+        report = audit_named(model, size)
+    console.print(f"[bold]{report.name}[/bold]", highlight=False)
+    for fact in report.facts().split("; "):
+        console.print(f"  {fact}", highlight=False)
+    if report.calls:
+        print_table(report.table(by_module), title=f"exp-like calls in {report.name}")
+    console.print(f"[bold]{report.summary()}[/bold]", highlight=False, soft_wrap=True)
+    if fail_on_exp and not report.is_exp_free:
+        raise typer.Exit(1)
