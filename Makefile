@@ -33,7 +33,7 @@ clean: ## remove the environment and everything runs have left
 
 # The stamp is newer than pyproject.toml when the environment is up to date: then nothing is asked of uv.
 $(READY): pyproject.toml | $(UV)
-	$(UV) sync --extra plots --extra hf --extra onnx --group dev
+	$(UV) sync --extra plots --extra hf --extra onnx --extra train --extra data --group dev
 	@touch $@
 
 .tools/uv/bin/uv:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sima_attn._errors import unknown_name
-from sima_attn.ops.api import check_mask, check_options, plan, sima_attention
+from sima_attn.ops.api import check_mask, check_options, plan, sima_attention, sima_attention_qkv
 from sima_attn.ops.cost import AttentionShape, Cost, sima_cost
 from sima_attn.ops.eager import NORMS, compute_dtype, sima_eager, without_autocast
 from sima_attn.ops.reference import sima_matrix_reference
@@ -78,11 +78,14 @@ class Attention(nn.Module, ABC):
         q, k, v = self.split(x)  # [B, H, N, D] each
         return self.join(self.core(q, k, v))
 
+    def project(self, x: Tensor) -> Tensor:
+        """Tokens [B, N, C] -> packed q, k, v [B, N, 3, H, D], or [B, N, 2, H, D] where one serves as q and k."""
+        check_tokens(x, self.attn_dim)
+        return self.qkv(x).unflatten(-1, (-1, self.num_heads, self.head_dim))
+
     def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens [B, N, C] -> q, k, v [B, H, N, D], views of one packed tensor."""
-        check_tokens(x, self.attn_dim)
-        packed = self.qkv(x).unflatten(-1, (-1, self.num_heads, self.head_dim))  # [B, N, 3 or 2, H, D]
-        parts = packed.permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, D] each
+        parts = self.project(x).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, D] each
         if self.ties_qk:
             q = self.q_norm(parts[0])
             return q, q, parts[1]
@@ -193,10 +196,20 @@ class SimAttention(Attention):
         `token_mask` [B, N] is True for real tokens; padding then changes nothing in their outputs.
         """
         self.refuse_pair_masks(attn_mask, is_causal)
+        if self.can_stay_packed:
+            options: dict[str, Any] = {"order": self.order, "token_ref": self.token_ref, "eps": self.eps}
+            o = sima_attention_qkv(self.project(x), token_mask=token_mask, **options)  # [B, N, H, D]
+            return self.join(o.transpose(1, 2))
         q, k, v = self.split(x)  # [B, H, N, D] each
         if token_mask is not None:
             check_mask("token_mask", token_mask, q)
         return self.join(self.core(q, k, v, token_mask))
+
+    @property
+    def can_stay_packed(self) -> bool:
+        """True where nothing happens to q and k between the projection and the attention."""
+        plain = isinstance(self.q_norm, nn.Identity) and isinstance(self.k_norm, nn.Identity)
+        return plain and self.norm_over_tokens == "l1"
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, token_mask: Tensor | None = None) -> Tensor:
         options: dict[str, Any] = {

@@ -1,6 +1,6 @@
 """q, k, v -> o: parameter-free attention. Needs torch only."""
 
-from sima_attn.ops.api import Plan, plan, sima_attention
+from sima_attn.ops.api import Plan, plan, sima_attention, sima_attention_qkv
 from sima_attn.ops.cost import AttentionShape, Cost, choose_order, sima_cost
 from sima_attn.ops.exp_counter import ExpCounter
 from sima_attn.ops.reference import sima_matrix_reference, sima_reference
@@ -15,6 +15,7 @@ __all__ = [
     "choose_order",
     "plan",
     "sima_attention",
+    "sima_attention_qkv",
     "sima_cost",
     "sima_matrix_reference",
     "sima_reference",

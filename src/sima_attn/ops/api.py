@@ -1,5 +1,8 @@
 """sima_attention: checks what it is given, chooses order and backend, runs.
 
+`sima_attention_qkv` is the same for the packed projection of self-attention, which the fused kernels read and
+differentiate without a copy.
+
 Shapes: B batch, H heads, N query tokens, M key tokens, D channels a head, Dv value channels a head.
 """
 
@@ -11,9 +14,10 @@ from torch import Tensor
 from sima_attn._errors import unknown_name
 from sima_attn.ops.cost import resolve_order
 from sima_attn.ops.eager import sima_eager
+from sima_attn.ops.triton_op import order_on_gpu, sima_triton, sima_triton_qkv, why_not
 
 ORDERS = ("auto", "kv", "qk")
-BACKENDS = {"eager": sima_eager}
+BACKENDS = {"eager": sima_eager, "triton": sima_triton}
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # s = 1 / (|Q|_1 |K|_1) must stay finite in float32 when both norms are eps.
 SMALLEST_EPS = 1e-18
@@ -32,10 +36,16 @@ def plan(q: Tensor, k: Tensor, v: Tensor, *, order: str = "auto", backend: str =
     check_order(order)
     if backend != "auto" and backend not in BACKENDS:
         raise unknown_name("backend", backend, ["auto", *BACKENDS])
+    if backend == "auto":
+        backend = "triton" if q.is_cuda and not torch.compiler.is_exporting() and why_not(q, k, v) is None else "eager"
+    elif backend == "triton" and (reason := why_not(q, k, v)) is not None:
+        raise ValueError(f"backend 'triton' cannot take this: {reason}; backend='auto' falls back to plain torch")
     N, M, D, Dv = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
+    if order == "auto" and backend == "triton":
+        return Plan(order=order_on_gpu(N, M, D, Dv), backend=backend)
     if order == "auto" and torch.compiler.is_exporting():
         N, M, D, Dv = _example_size(N), _example_size(M), _example_size(D), _example_size(Dv)
-    return Plan(order=resolve_order(order, N, M, D, Dv), backend="eager" if backend == "auto" else backend)
+    return Plan(order=resolve_order(order, N, M, D, Dv), backend=backend)
 
 
 def _example_size(size: int | torch.SymInt) -> int:
@@ -79,7 +89,8 @@ def sima_attention(
         token_ref: The number of tokens the model was trained with. The output then is multiplied by
             N / token_ref, which undoes its shrinking as 1/N at other image sizes. None is the paper.
         eps: Least value of a norm, so that a channel of zeros gives zeros.
-        backend: "eager" is plain torch on any device; "auto" chooses. A named backend runs or raises.
+        backend: "eager" is plain torch on any device, "triton" the fused kernels for CUDA; "auto" takes the kernels
+            where they can run, see `plan`. A named backend runs or raises.
     """
     check_qkv(q, k, v)
     if key_mask is not None:
@@ -92,6 +103,36 @@ def sima_attention(
     return BACKENDS[chosen.backend](
         q, k, v, order=chosen.order, key_mask=key_mask, query_mask=query_mask, token_ref=token_ref, eps=eps
     )
+
+
+def sima_attention_qkv(
+    qkv: Tensor,
+    *,
+    token_mask: Tensor | None = None,
+    order: str = "auto",
+    token_ref: float | None = None,
+    eps: float = 1e-12,
+    backend: str = "auto",
+) -> Tensor:
+    """SimA self-attention of a packed projection qkv [B, N, 3, H, D] -> [B, N, H, D].
+
+    `token_mask` [B, N] is True for real tokens; the other arguments are those of `sima_attention`.
+    """
+    if not isinstance(qkv, Tensor) or qkv.dim() != 5 or qkv.shape[2] != 3:
+        given = tuple(qkv.shape) if isinstance(qkv, Tensor) else type(qkv).__name__
+        raise ValueError(f"qkv must be a tensor [batch, tokens, 3, heads, channels], got {given}")
+    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, D] each
+    check_qkv(q, k, v)
+    if token_mask is not None:
+        check_mask("token_mask", token_mask, q)
+    check_token_ref(token_ref)
+    check_eps(eps)
+    chosen = plan(q, k, v, order=order, backend=backend)
+    if chosen.backend == "triton":
+        return sima_triton_qkv(qkv, order=chosen.order, token_mask=token_mask, token_ref=token_ref, eps=eps)
+    run = BACKENDS[chosen.backend]
+    o = run(q, k, v, order=chosen.order, key_mask=token_mask, query_mask=token_mask, token_ref=token_ref, eps=eps)
+    return o.transpose(1, 2)
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -1,0 +1,254 @@
+"""The Triton kernels as torch operators: autograd, torch.compile, CUDA graphs, and when they can run at all.
+
+Two operators share the kernels. `sima_attn::attention` takes q, k and v; `sima_attn::attention_qkv` takes the packed
+projection [B, N, 3, H, D] and returns its gradient packed too, so that no copy stands between the kernels and the
+matrix products around them.
+
+Shapes: B batch, H heads, N query tokens, M key tokens, D channels a head, Dv value channels a head.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from sima_attn.ops.cost import choose_order
+from sima_attn.ops.eager import token_gain
+
+LARGEST_HEAD = 256
+LARGEST_OFFSET = 2**31  # the kernels count the numbers of one head in 32 bits
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+SMALLEST_CAPABILITY = (8, 0)
+# Up to here (Q diag(s) K^T) V has its norms and its gradient in one program.
+LARGEST_QK_TILE = 128
+
+
+def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Why the kernels cannot take these tensors, or None where they can."""
+    D, Dv = q.shape[3], v.shape[3]
+    reason = _why_not_on(q.device)
+    if reason is not None:
+        return reason
+    if q.dtype not in DTYPES:
+        return f"they compute in float16, bfloat16 and float32, got {q.dtype}"
+    if D > LARGEST_HEAD or Dv > LARGEST_HEAD:
+        return f"they take at most {LARGEST_HEAD} channels a head, got D={D} and Dv={Dv}"
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if t.stride(3) != 1 and t.shape[3] != 1:
+            return f"the channels of {name} must lie side by side in memory; use {name}.contiguous()"
+        if t.shape[2] * max(t.stride(2), 1) >= LARGEST_OFFSET:
+            return f"{name} is too large: a head must span fewer than 2**31 numbers"
+    return None
+
+
+def order_on_gpu(N: int, M: int, D: int, Dv: int) -> str:
+    """The order of "auto" for the kernels: "qk" where it is cheaper and all tokens fit one tile, else "kv".
+
+    What counts on a GPU is memory, not multiplications, and past one tile "kv" reads k and v only once.
+    """
+    return choose_order(N, M, D, Dv) if max(N, M) <= LARGEST_QK_TILE else "kv"
+
+
+@torch.compiler.assume_constant_result
+def _why_not_on(device: torch.device) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    if device.type == "cpu":
+        import triton
+
+        return None if triton.knobs.runtime.interpret else "they run on CUDA devices, got a tensor on the CPU"
+    if device.type != "cuda":
+        return f"they run on CUDA devices, got a tensor on {device}"
+    if torch.cuda.get_device_capability(device) < SMALLEST_CAPABILITY:
+        return "they need a GPU of compute capability 8.0 (Ampere) or newer"
+    return None
+
+
+def sima_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    order: str,
+    key_mask: Tensor | None = None,
+    query_mask: Tensor | None = None,
+    token_ref: float | None = None,
+    eps: float = 1e-12,
+) -> Tensor:
+    """SimA of checked arguments [B, H, N, Dv], a view of [B, N, H, Dv]."""
+    gain, gains = _gain(q, query_mask, token_ref)
+    keep = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    return attention(q, k, v, query_mask, key_mask, gains, gain, eps, order, keep)[0]
+
+
+def sima_triton_qkv(
+    qkv: Tensor, *, order: str, token_mask: Tensor | None = None, token_ref: float | None = None, eps: float = 1e-12
+) -> Tensor:
+    """SimA of a packed projection [B, N, 3, H, D] -> [B, N, H, D]."""
+    gain, gains = _gain(_unpack(qkv)[0], token_mask, token_ref)
+    keep = torch.is_grad_enabled() and qkv.requires_grad
+    return attention_qkv(qkv, token_mask, gains, gain, eps, order, keep)[0]
+
+
+def _gain(q: Tensor, query_mask: Tensor | None, token_ref: float | None) -> tuple[float, Tensor | None]:
+    """The factor on the output: one number, or one for every image [B]."""
+    if token_ref is None:
+        return 1.0, None
+    gain = token_gain(q, query_mask, token_ref)
+    return (1.0, gain.flatten()) if isinstance(gain, Tensor) else (gain, None)
+
+
+def _unpack(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[B, N, 3, H, D] -> q, k, v [B, H, N, D], views."""
+    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+    return q, k, v
+
+
+def _heads_last(like: Tensor, channels: int) -> Tensor:
+    """An empty [B, H, N, channels] in the memory order of tokens, which a projection reads without a copy."""
+    B, H, N, _ = like.shape
+    return like.new_empty(B, N, H, channels).transpose(1, 2)
+
+
+def _run_forward(q, k, v, o, query_mask, key_mask, gains, gain, eps, order, keep) -> tuple[Tensor, Tensor]:
+    from sima_attn.ops.triton_launch import Options, forward
+
+    state, norms = forward(q, k, v, o, Options(query_mask, key_mask, gains, gain, eps), order=order, keep=keep)
+    kept = (state, norms) if keep else (None, None)
+    state, norms = (q.new_empty(0, dtype=torch.float32) if t is None else t for t in kept)
+    return state, norms
+
+
+def _run_backward(grads, tensors, state, norms, query_mask, key_mask, gains, gain, eps) -> None:
+    from sima_attn.ops.triton_launch import Options, backward
+
+    q, k, v, grad = tensors
+    if grad.stride(3) != 1:  # such as the expanded gradient of a sum
+        grad = grad.contiguous()
+    state = state if state.numel() else None
+    backward((q, k, v, grad, *grads), state, norms, Options(query_mask, key_mask, gains, gain, eps))
+
+
+def _fake_kept(q: Tensor, v: Tensor, order: str, keep: bool) -> tuple[Tensor, Tensor]:
+    B, H, _, D = q.shape
+    state_shape = (B, H, D, v.shape[3]) if keep and order == "kv" else (0,)
+    norms_shape = (2, B, H, D) if keep else (0,)
+    return q.new_empty(state_shape, dtype=torch.float32), q.new_empty(norms_shape, dtype=torch.float32)
+
+
+@torch.library.custom_op("sima_attn::attention", mutates_args=())
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_mask: Tensor | None,
+    key_mask: Tensor | None,
+    gains: Tensor | None,
+    gain: float,
+    eps: float,
+    order: str,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(o [B, H, N, Dv], state, norms); the last two are what the gradient needs, empty unless `keep`."""
+    o = _heads_last(q, v.shape[3])
+    state, norms = _run_forward(q, k, v, o, query_mask, key_mask, gains, gain, eps, order, keep)
+    return o, state, norms
+
+
+@attention.register_fake
+def _(q, k, v, query_mask, key_mask, gains, gain, eps, order, keep):
+    return _heads_last(q, v.shape[3]), *_fake_kept(q, v, order, keep)
+
+
+@torch.library.custom_op("sima_attn::attention_backward", mutates_args=())
+def attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    norms: Tensor,
+    query_mask: Tensor | None,
+    key_mask: Tensor | None,
+    gains: Tensor | None,
+    gain: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v."""
+    grads = _heads_last(q, q.shape[3]), _heads_last(k, k.shape[3]), _heads_last(v, v.shape[3])
+    _run_backward(grads, (q, k, v, grad), state, norms, query_mask, key_mask, gains, gain, eps)
+    return grads
+
+
+@attention_backward.register_fake
+def _(grad, q, k, v, state, norms, query_mask, key_mask, gains, gain, eps):
+    return tuple(_heads_last(t, t.shape[3]) for t in (q, k, v))
+
+
+@torch.library.custom_op("sima_attn::attention_qkv", mutates_args=())
+def attention_qkv(
+    qkv: Tensor, token_mask: Tensor | None, gains: Tensor | None, gain: float, eps: float, order: str, keep: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `attention`, of a packed [B, N, 3, H, D]; o is [B, N, H, D]."""
+    q, k, v = _unpack(qkv)
+    o = _heads_last(q, v.shape[3])
+    state, norms = _run_forward(q, k, v, o, token_mask, token_mask, gains, gain, eps, order, keep)
+    return o.transpose(1, 2), state, norms
+
+
+@attention_qkv.register_fake
+def _(qkv, token_mask, gains, gain, eps, order, keep):
+    q, _, v = _unpack(qkv)
+    return _heads_last(q, v.shape[3]).transpose(1, 2), *_fake_kept(q, v, order, keep)
+
+
+@torch.library.custom_op("sima_attn::attention_qkv_backward", mutates_args=())
+def attention_qkv_backward(
+    grad: Tensor,
+    qkv: Tensor,
+    state: Tensor,
+    norms: Tensor,
+    token_mask: Tensor | None,
+    gains: Tensor | None,
+    gain: float,
+    eps: float,
+) -> Tensor:
+    """The gradient of the packed qkv [B, N, 3, H, D]."""
+    packed = torch.empty_like(qkv, memory_format=torch.contiguous_format)
+    tensors = (*_unpack(qkv), grad.transpose(1, 2))
+    _run_backward(_unpack(packed), tensors, state, norms, token_mask, token_mask, gains, gain, eps)
+    return packed
+
+
+@attention_qkv_backward.register_fake
+def _(grad, qkv, state, norms, token_mask, gains, gain, eps):
+    return torch.empty_like(qkv, memory_format=torch.contiguous_format)
+
+
+def _save(ctx, inputs, output) -> None:
+    q, k, v, query_mask, key_mask, gains, gain, eps, _, _ = inputs
+    ctx.save_for_backward(q, k, v, output[1], output[2], query_mask, key_mask, gains)
+    ctx.gain, ctx.eps = gain, eps
+
+
+def _grad(ctx, grad, *_unused):
+    q, k, v, state, norms, query_mask, key_mask, gains = ctx.saved_tensors
+    grads = attention_backward(grad, q, k, v, state, norms, query_mask, key_mask, gains, ctx.gain, ctx.eps)
+    return (*grads, *[None] * 7)
+
+
+def _save_qkv(ctx, inputs, output) -> None:
+    qkv, token_mask, gains, gain, eps, _, _ = inputs
+    ctx.save_for_backward(qkv, output[1], output[2], token_mask, gains)
+    ctx.gain, ctx.eps = gain, eps
+
+
+def _grad_qkv(ctx, grad, *_unused):
+    qkv, state, norms, token_mask, gains = ctx.saved_tensors
+    return attention_qkv_backward(grad, qkv, state, norms, token_mask, gains, ctx.gain, ctx.eps), *[None] * 6
+
+
+attention.register_autograd(_grad, setup_context=_save)
+attention_qkv.register_autograd(_grad_qkv, setup_context=_save_qkv)
