@@ -24,3 +24,11 @@ def two_threads():
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(1)
+
+
+def pytest_report_header():
+    """What the log of a run on a GPU must say."""
+    import datetime
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device: kernels are interpreted"
+    return [f"torch {torch.__version__}, {device}, {datetime.date.today().isoformat()}"]

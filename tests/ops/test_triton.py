@@ -67,6 +67,8 @@ def assert_as_accurate_as_plain_torch(q, k, v, order, **options):
     named = {"backend": "eager", **options} if masked else {}
     plain = with_grads(plainly, q, k, v, grad, order=order, **named)
     factor = BF16_FACTOR if q.dtype == torch.bfloat16 else 2.0
+    if q.dtype == torch.float32 and q.shape[3] > 128:
+        factor = 2.5  # three tf32 products for each float32 one: 2.25 times the error on an H200
     smallest = torch.finfo(q.dtype).eps / 8  # plain torch may be right by luck
     for name, a, b, true in zip(("o", "dq", "dk", "dv"), ours, plain, truth, strict=True):
         assert a.dtype == q.dtype
@@ -96,10 +98,11 @@ def test_head_dims(D, order):
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 @pytest.mark.parametrize("D", [16, 32, 48, 64, 72, 80, 96, 128, 256])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("N", [36, 196, 1024])
-def test_head_dims_and_dtypes_on_the_gpu(D, dtype, N):
-    for order in ("kv", "qk"):
-        assert_as_accurate_as_plain_torch(*make_qkv(B=2, H=2, N=N, D=D, dtype=dtype), order)
+@pytest.mark.parametrize("B", [2, 128], ids=["few heads", "many heads"])
+def test_head_dims_and_dtypes_on_the_gpu(D, dtype, B):
+    """Every tile of the table: heads whole, in a loop and split, in both orders."""
+    for N, order in ((36, "kv"), (36, "qk"), (196, "kv"), (500, "kv")):
+        assert_as_accurate_as_plain_torch(*make_qkv(B=B, H=2, N=N, D=D, dtype=dtype), order)
 
 
 @pytest.mark.parametrize("order", ["kv", "qk"])
@@ -127,13 +130,11 @@ def test_masks_and_token_ref(path):
 def test_not_even_nan_in_the_padding_gets_out(order, N, path):
     q, k, v = make_qkv(N=N)
     mask = torch.arange(N, device=DEVICE).expand(2, N) < N - 9
-    expected = with_grads(
-        sima_attention, *(t[:, :, :-9] for t in (q, k, v)), make(2, 3, N - 9, 24) * 0 + 1, order=order
-    )
+    grad = torch.ones(2, 3, N, 24, device=DEVICE)
+    expected = with_grads(sima_attention, *(t[:, :, :-9] for t in (q, k, v)), grad[:, :, :-9], order=order)
     for t in (q, k, v):
         t[:, :, -9:] = torch.nan
-    grad = torch.full((2, 3, N, 24), torch.nan, device=DEVICE)
-    grad[:, :, :-9] = 1
+    grad[:, :, -9:] = torch.nan
     ours = with_grads(sima_attention, q, k, v, grad, order=order, key_mask=mask, query_mask=mask, backend="triton")
     for a, b in zip(ours, expected, strict=True):
         assert error(a[:, :, :-9], b.double()) < 1e-5
@@ -152,7 +153,7 @@ def test_a_dead_channel_gives_zeros(order, dtype, path):
     without = [c for c in range(24) if c not in (5, 7)]
     expected = sima_reference(q[..., without].double(), k[..., without].double(), v.double())
     assert error(o, expected) < 0.03
-    assert all(torch.isfinite(t[..., without]).all() for t in (dq, dk)) and torch.isfinite(dv).all()
+    assert all(torch.isfinite(t).all() for t in (dq[..., without], dk[..., without], dv))
 
 
 def test_float16_does_not_underflow(path):
@@ -315,3 +316,19 @@ def test_sim_attention_uses_the_kernels_without_being_asked():
     with Recorder() as recorder:
         module(make(2, 100, 192, dtype=torch.bfloat16))
     assert not recorder.shapes("bmm"), "plain torch would multiply in batches"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+def test_a_compiled_module_keeps_the_kernels():
+    """torch 2.11 says is_exporting() inside torch.compile, and an exported program has no kernels of ours."""
+    torch._dynamo.reset()
+    code = []
+
+    def look(graph, inputs):
+        code.append(graph.code)
+        return graph
+
+    module = SimAttention(192, 3).cuda().bfloat16()
+    torch.compile(module, fullgraph=True, backend=look)(make(2, 100, 192, dtype=torch.bfloat16))
+    assert "attention_qkv" in code[0]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sima_attn.bench.demo import DemoRow
+    from sima_attn.bench.gpu import GpuRow
 
 
 def check_can_plot() -> None:
@@ -52,6 +53,45 @@ def plot_time_against_tokens(rows: Sequence[DemoRow], path: Path) -> None:
     axes.set_title(f"{first.H} heads of {first.D} channels, float32, {first.threads} threads, {first.device}")
     axes.grid(alpha=0.3)
     axes.legend(title="dashed: no exp()", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def plot_gpu(rows: Sequence[GpuRow], path: Path) -> None:
+    """Time against the number of tokens, and the share of the bandwidth limit, at one number of tokens in all."""
+    check_can_plot()
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    everywhere = [row for row in rows if row.direction == "forward" and row.H == 6 and row.B * row.N == 32768]
+    styles = {
+        "flash": ("softmax, flash", "s-", "black"),
+        "cudnn": ("softmax, cuDNN", "D-", "dimgrey"),
+        "sima": ("SimA", "o-", "crimson"),
+    }
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.6), layout="constrained")
+    for method, (label, style, colour) in styles.items():
+        mine = sorted((row for row in everywhere if row.method == method), key=lambda row: row.N)
+        tokens = [row.N for row in mine]
+        left.plot(tokens, [row.p50_us for row in mine], style, color=colour, label=label)
+        right.plot(tokens, [100 * row.share_of_limit for row in mine], style, color=colour, label=label)
+    limit = next(row.limit_us for row in everywhere)
+    left.axhline(limit, color="grey", linestyle=":", label="q, k, v read and o written once")
+    ticks = sorted({row.N for row in everywhere})
+    for axes in (left, right):
+        axes.set_xscale("log")
+        axes.set_xticks(ticks, [str(n) for n in ticks])
+        axes.minorticks_off()
+        axes.set_xlabel("tokens an image N, 32768 tokens in all")
+        axes.grid(alpha=0.3)
+    left.set_yscale("log")
+    left.set_ylabel("time of the attention core, us (median)")
+    right.set_ylabel("share of the bandwidth limit, %")
+    left.legend(frameon=False)
+    figure.suptitle(f"6 heads of 64 channels, bfloat16, forward, {rows[0].device}")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from sima_attn.bench.cpu import CpuRow
     from sima_attn.bench.demo import DemoRow
+    from sima_attn.bench.gpu import GpuRow
+    from sima_attn.bench.model import ModelSpeedRow
 
 
 class TextTable(NamedTuple):
@@ -67,5 +69,64 @@ def demo_table(rows: Sequence[DemoRow], counted_tokens: int) -> TextTable:
     return TextTable(header, lines, bold)
 
 
-def _times(row: CpuRow | DemoRow | None) -> str:
+def gpu_table(rows: Sequence[GpuRow], direction: str) -> TextTable:
+    """Microseconds of every method at the shapes where all were measured."""
+    found: dict[tuple[int, int, int, int], dict[tuple[str, bool], GpuRow]] = {}
+    for row in rows:
+        if row.direction == direction:
+            found.setdefault((row.B, row.N, row.H, row.D), {})[row.method, row.compiled] = row
+    methods = {
+        "flash": ("flash", False),
+        "cuDNN": ("cudnn", False),
+        "paper": ("paper", False),
+        "paper, compiled": ("paper", True),
+        "XCA": ("xca", False),
+        "ELU": ("elu", False),
+    }
+    header = ["B, N, H, D", "limit", *methods, "SimA", "of the limit", "goal", "against softmax"]
+    lines = []
+    for shape, forms in found.items():
+        if ("paper", False) not in forms:
+            continue
+        sima = forms["sima", False]
+        lines.append(
+            [
+                ", ".join(map(str, shape)),
+                _us(sima.limit_us),
+                *(_us(forms[form].p50_us) for form in methods.values()),
+                _us(sima.p50_us),
+                f"{sima.share_of_limit:.0%}",
+                f"{sima.goal_us:g}" if sima.goal_us else "-",
+                _times(sima),
+            ]
+        )
+    return TextTable(header, lines, bold=set())
+
+
+def model_table(rows: Sequence[ModelSpeedRow]) -> TextTable:
+    """Images a second of each model and its SimA twin."""
+    header = ["model", "px, batch", "", "twin", "SimA", "speed", "goal", "twin, MiB", "SimA, MiB"]
+    lines = []
+    for twin, sima in zip(rows[::2], rows[1::2], strict=True):  # they are written in pairs
+        lines.append(
+            [
+                twin.model,
+                f"{sima.pixels}, {sima.batch}",
+                sima.direction,
+                f"{twin.images_per_second:,.0f}",
+                f"{sima.images_per_second:,.0f}",
+                f"{sima.speedup:.2f}x",
+                f"{sima.goal:.2f}x" if sima.goal else "-",
+                f"{twin.peak_mib:,.0f}",
+                f"{sima.peak_mib:,.0f}",
+            ]
+        )
+    return TextTable(header, lines, bold=set())
+
+
+def _us(microseconds: float) -> str:
+    return f"{microseconds:.1f}" if microseconds < 100 else f"{microseconds:,.0f}"
+
+
+def _times(row: CpuRow | DemoRow | GpuRow | None) -> str:
     return "-" if row is None else f"{row.speedup:.2f}x" if row.speedup < 10 else f"{row.speedup:.1f}x"

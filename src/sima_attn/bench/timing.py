@@ -59,9 +59,10 @@ def time_interleaved(
             samples[name].append((clock() - start) / calls[name])
         rounds += 1
         on_round()
-    return {name: _percentiles(times) for name, times in samples.items()}
+    return {name: percentiles(times) for name, times in samples.items()}
 
 
-def _percentiles(times: list[float]) -> Timing:
+def percentiles(times: list[float]) -> Timing:
+    """The percentiles of a `Timing`."""
     p20, p50, p80 = np.percentile(times, [20, 50, 80])
     return Timing(float(p20), float(p50), float(p80), len(times))

@@ -42,6 +42,67 @@ def bench_cpu_command(
     console.print(f"Rows: {out}", highlight=False)
 
 
+@app.command("gpu")
+def bench_gpu_command(
+    out: Annotated[Path, typer.Option(help="CSV file for the rows.")] = Path("benchmarks/results/gpu.csv"),
+    figure: Annotated[Path, typer.Option(help="PNG file for the figure.")] = Path("docs/images/gpu.png"),
+    seconds: Seconds = 0.3,
+) -> None:
+    """SimA's fused kernels against flash and cuDNN softmax, the paper's code, XCA and ELU, on a CUDA device."""
+    from sima_attn.bench.cuda_timing import check_cuda
+    from sima_attn.bench.figures import check_can_plot, plot_gpu
+    from sima_attn.bench.gpu import CASES, FIGURE_CASES, FORWARD, TRAINING, bench_gpu
+    from sima_attn.bench.rows import write_rows
+    from sima_attn.bench.tables import gpu_table
+
+    check_cuda()
+    check_can_plot()
+    rows = []
+    with progress_bar() as progress:
+        task = progress.add_task("starting", total=len(CASES) + len(FIGURE_CASES))
+        for cases, full in ((CASES, True), (FIGURE_CASES, False)):
+            measured = bench_gpu(cases=cases, full=full, seconds=seconds)
+            for case in cases:
+                progress.update(task, description=str(case))
+                rows += next(measured)
+                write_rows(out, rows)
+                progress.advance(task)
+    plot_gpu(rows, figure)
+    for direction in (FORWARD, TRAINING):
+        print_table(gpu_table(rows, direction), f"{direction}, microseconds, bfloat16, {rows[0].device}")
+    console.print(f"Rows:   {out}\nFigure: {figure}", highlight=False)
+
+
+@app.command("model")
+def bench_model_command(
+    out: Annotated[Path, typer.Option(help="CSV file for the rows.")] = Path("benchmarks/results/model.csv"),
+    model: Annotated[list[str] | None, typer.Option(help="deit or xcit; repeat for both. Default: both.")] = None,
+    pixels: Annotated[list[int] | None, typer.Option(help="Image sides; repeat for several. Default: all.")] = None,
+    seconds: Seconds = 2.0,
+) -> None:
+    """Whole models against their SimA twins on a CUDA device: inference, training, peak memory."""
+    from sima_attn.bench.cuda_timing import check_cuda
+    from sima_attn.bench.model import SIZES, TWINS, bench_models
+    from sima_attn.bench.rows import write_rows
+    from sima_attn.bench.tables import model_table
+
+    check_cuda()
+    sizes = [size for size in SIZES if pixels is None or size.pixels in pixels]
+    twins = [pair for pair in TWINS if model is None or any(pair.timm_name.startswith(name) for name in model)]
+    if not sizes or not twins:
+        known = f"models: deit, xcit; sizes: {', '.join(str(size.pixels) for size in SIZES)}"
+        raise ValueError(f"there is nothing to measure for {model} at {pixels}; {known}")
+    rows = []
+    with progress_bar() as progress:
+        task = progress.add_task("compiling", total=2 * len(sizes) * len(twins))
+        for measured in bench_models(twins=twins, sizes=sizes, seconds=seconds):
+            rows += measured
+            progress.update(task, advance=1, description=f"{measured[-1].model} {measured[-1].pixels} px")
+            write_rows(out, rows)
+    print_table(model_table(rows), f"images a second, bfloat16, {rows[0].device}")
+    console.print(f"Rows: {out}", highlight=False)
+
+
 @app.command("table")
 def bench_table_command(
     rows_file: Annotated[Path, typer.Argument(help="CSV file that `sima bench cpu` wrote.")] = Path(

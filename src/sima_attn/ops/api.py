@@ -37,15 +37,20 @@ def plan(q: Tensor, k: Tensor, v: Tensor, *, order: str = "auto", backend: str =
     if backend != "auto" and backend not in BACKENDS:
         raise unknown_name("backend", backend, ["auto", *BACKENDS])
     if backend == "auto":
-        backend = "triton" if q.is_cuda and not torch.compiler.is_exporting() and why_not(q, k, v) is None else "eager"
+        backend = "triton" if q.is_cuda and not _is_exporting() and why_not(q, k, v) is None else "eager"
     elif backend == "triton" and (reason := why_not(q, k, v)) is not None:
         raise ValueError(f"backend 'triton' cannot take this: {reason}; backend='auto' falls back to plain torch")
     N, M, D, Dv = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
     if order == "auto" and backend == "triton":
-        return Plan(order=order_on_gpu(N, M, D, Dv), backend=backend)
-    if order == "auto" and torch.compiler.is_exporting():
+        return Plan(order=order_on_gpu(N, M, D, Dv, q.element_size()), backend=backend)
+    if order == "auto" and _is_exporting():
         N, M, D, Dv = _example_size(N), _example_size(M), _example_size(D), _example_size(Dv)
     return Plan(order=resolve_order(order, N, M, D, Dv), backend=backend)
+
+
+def _is_exporting() -> bool:
+    # In torch 2.11 is_exporting() is True under torch.compile as well; the flag behind it is not.
+    return torch.compiler._is_exporting_flag
 
 
 def _example_size(size: int | torch.SymInt) -> int:

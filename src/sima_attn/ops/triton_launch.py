@@ -11,18 +11,19 @@ import triton
 from torch import Tensor
 
 from sima_attn.ops import triton_kernels as kernels
-from sima_attn.ops.triton_op import LARGEST_QK_TILE
+from sima_attn.ops.triton_op import fits_one_tile, padded
 from sima_attn.ops.triton_tuning import Problem, Tile, launch_with_best_tile, multiprocessors
 
 # A head is one program up to this many tokens, whatever the batch: splitting would cost two more launches.
 FEW_TOKENS = 256
 # Where the heads alone fill the chip, forward stays one program a head up to this many.
 FEW_TOKENS_OF_MANY_HEADS = 2048
-# The whole state of a head must fit the registers of one program.
-LARGEST_STATE = 128 * 128
+# The whole state of a head must fit the registers of one program, by bytes a number of the inputs.
+LARGEST_STATE = {2: 128 * 128, 4: 64 * 64}
 SMALLEST_SHARE = 128  # tokens that are worth a program of their own
 FINISHING_ROWS = 4  # rows of the state that one program adds up
 PRECISION = {torch.bfloat16: "bf16", torch.float16: "tf32", torch.float32: "tf32x3"}
+NARROW = 32  # so few channels a head multiply in full float32 without tensor cores, which is a little more accurate
 
 
 class Options(NamedTuple):
@@ -46,6 +47,7 @@ class Sizes(NamedTuple):
     DV: int
     block_d: int
     block_v: int
+    itemsize: int
 
     @property
     def heads(self) -> int:
@@ -57,15 +59,15 @@ class Sizes(NamedTuple):
         """Queries or keys, whichever are more."""
         return max(self.N, self.M)
 
+    @property
+    def fit_one_tile(self) -> bool:
+        """True where (Q diag(s) K^T) V and its gradient are one program a head."""
+        return fits_one_tile(self.N, self.M, self.D, self.DV, self.itemsize)
+
 
 def sizes_of(q: Tensor, k: Tensor, v: Tensor) -> Sizes:
     B, H, N, D = q.shape
-    return Sizes(B, H, N, k.shape[2], D, v.shape[3], padded(D), padded(v.shape[3]))
-
-
-def padded(size: int) -> int:
-    """The next power of two that the tensor cores take, at least 16."""
-    return max(16, triton.next_power_of_2(size))
+    return Sizes(B, H, N, k.shape[2], D, v.shape[3], padded(D), padded(v.shape[3]), q.element_size())
 
 
 def scratch(*shape: int, like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -73,14 +75,9 @@ def scratch(*shape: int, like: Tensor, dtype: torch.dtype = torch.float32) -> Te
     return torch.empty(shape, dtype=dtype, device=like.device)
 
 
-def fits_one_tile(sizes: Sizes) -> bool:
-    """True where (Q diag(s) K^T) V and its gradient are one program a head."""
-    return sizes.tokens <= LARGEST_QK_TILE
-
-
 def is_one_program(sizes: Sizes, few_tokens: int) -> bool:
     """True where Q (diag(s) K^T V), or its gradient, is one program a head."""
-    return sizes.tokens <= few_tokens and sizes.block_d * sizes.block_v <= LARGEST_STATE
+    return sizes.tokens <= few_tokens and sizes.block_d * sizes.block_v <= LARGEST_STATE[sizes.itemsize]
 
 
 def forward_is_one_program(sizes: Sizes, device: torch.device) -> bool:
@@ -108,7 +105,7 @@ def backward(tensors: tuple[Tensor, ...], state: Tensor | None, norms: Tensor, o
     q, k, v = tensors[:3]
     sizes = sizes_of(q, k, v)
     if state is None:
-        if fits_one_tile(sizes):
+        if sizes.fit_one_tile:
             _backward_qk(tensors, norms, options, sizes)
             return
         # The gradient does not depend on the order of the products, and this way it is linear in the tokens.
@@ -129,7 +126,7 @@ def _forward_head(q, k, v, o, options: Options, sizes: Sizes, keep: bool) -> tup
             options.gain, options.eps, sizes.heads, sizes.H, sizes.N, sizes.M, *_strides(q, k, v, o),
             D=sizes.D, DV=sizes.DV, BLOCK_D=sizes.block_d, BLOCK_V=sizes.block_v, BLOCK_N=tile.rows,
             SUM_ROWS=_sum_rows(sizes, tile), STAGES=tile.stages, WHOLE=sizes.tokens <= tile.rows, KEEP=keep,
-            **_flags(q, options), **tile.compiler_options(),
+            **_flags(q, options, sizes), **tile.compiler_options(),
         )  # fmt: skip
 
     launch_with_best_tile("forward_head", _problem(sizes, q), q.device, launch)
@@ -143,7 +140,7 @@ def _forward_split(q, k, v, o, options: Options, sizes: Sizes) -> tuple[Tensor, 
         kernels.apply_forward[_apply_grid(sizes, sizes.N, tile, sizes.DV)](
             q, o, state, _mask(options.query_mask, q), sizes.H, sizes.N, tile.tiles, *_strides(q, o),
             D=sizes.D, DV=sizes.DV, BLOCK_D=sizes.block_d, BLOCK_V=min(sizes.block_v, tile.columns),
-            BLOCK_N=tile.rows, QUERY_MASKED=options.query_mask is not None, PRECISION=PRECISION[q.dtype],
+            BLOCK_N=tile.rows, QUERY_MASKED=options.query_mask is not None, PRECISION=_precision(q, sizes),
             **tile.compiler_options(),
         )  # fmt: skip
 
@@ -182,7 +179,7 @@ def _outer_products(
             sizes.heads, sizes.H, x.shape[2], z.shape[2], splits, *_strides(x, y, z),
             D=sizes.D, DV=sizes.DV, BLOCK_D=sizes.block_d, BLOCK_V=columns, BLOCK_N=tile.rows,
             SUM_ROWS=_sum_rows(sizes, tile), STAGES=tile.stages, NORMS=norms,
-            X_MASKED=x_mask is not None, Z_MASKED=z_mask is not None, PRECISION=PRECISION[x.dtype],
+            X_MASKED=x_mask is not None, Z_MASKED=z_mask is not None, PRECISION=_precision(x, sizes),
             **tile.compiler_options(),
         )  # fmt: skip
 
@@ -198,7 +195,7 @@ def _backward_head(tensors, state: Tensor, norms: Tensor, options: Options, size
             *tensors, state, norms, *_masks_and_gain(q, options),
             options.gain, options.eps, sizes.heads, sizes.H, sizes.N, sizes.M, *_strides(*tensors),
             D=sizes.D, DV=sizes.DV, BLOCK_D=sizes.block_d, BLOCK_V=sizes.block_v, BLOCK_N=tile.rows,
-            WHOLE=tile.rows >= sizes.N, **_flags(q, options), **tile.compiler_options(),
+            WHOLE=tile.rows >= sizes.N, **_flags(q, options, sizes), **tile.compiler_options(),
         )  # fmt: skip
 
     launch_with_best_tile("backward_head", _problem(sizes, q), q.device, launch)
@@ -222,14 +219,14 @@ def _backward_split(tensors, state: Tensor, norms: Tensor, options: Options, siz
             sizes.heads, sizes.H, sizes.N, sizes.M, tile.tiles, *_strides(*tensors),
             D=sizes.D, DV=sizes.DV, BLOCK_D=sizes.block_d, BLOCK_V=sizes.block_v, BLOCK_C=columns,
             BLOCK_N=tile.rows, QUERY_MASKED=options.query_mask is not None,
-            KEY_MASKED=options.key_mask is not None, PRECISION=PRECISION[q.dtype], **tile.compiler_options(),
+            KEY_MASKED=options.key_mask is not None, PRECISION=_precision(q, sizes), **tile.compiler_options(),
         )  # fmt: skip
 
     launch_with_best_tile("apply_backward", _problem(sizes, q), q.device, launch)
 
 
 def _forward_qk(q, k, v, o, options: Options, sizes: Sizes, keep: bool) -> Tensor | None:
-    whole = fits_one_tile(sizes)
+    whole = sizes.fit_one_tile
     norms = scratch(2, sizes.B, sizes.H, sizes.D, like=q) if keep or not whole else None
     if not whole:
         kernels.token_norms[(sizes.heads,)](
@@ -245,7 +242,7 @@ def _forward_qk(q, k, v, o, options: Options, sizes: Sizes, keep: bool) -> Tenso
             q, k, v, o, q if norms is None else norms, *_masks_and_gain(q, options),
             options.gain, options.eps, sizes.heads, sizes.H, sizes.N, sizes.M, *_strides(q, k, v, o),
             D=sizes.D, DV=sizes.DV, BLOCK_D=sizes.block_d, BLOCK_V=sizes.block_v, BLOCK_N=rows_q, BLOCK_M=rows_k,
-            WHOLE=whole, KEEP=keep, **_flags(q, options), **tile.compiler_options(),
+            WHOLE=whole, KEEP=keep, **_flags(q, options, sizes), **tile.compiler_options(),
         )  # fmt: skip
 
     launch_with_best_tile("attend", _problem(sizes, q), q.device, launch)
@@ -260,15 +257,20 @@ def _backward_qk(tensors, norms: Tensor, options: Options, sizes: Sizes) -> None
             *tensors, norms, *_masks_and_gain(q, options),
             options.gain, options.eps, sizes.heads, sizes.H, sizes.N, sizes.M, *_strides(*tensors),
             D=sizes.D, DV=sizes.DV, BLOCK_D=sizes.block_d, BLOCK_V=sizes.block_v,
-            BLOCK_N=padded(sizes.N), BLOCK_M=padded(sizes.M), **_flags(q, options), **tile.compiler_options(),
+            BLOCK_N=padded(sizes.N), BLOCK_M=padded(sizes.M), **_flags(q, options, sizes), **tile.compiler_options(),
         )  # fmt: skip
 
     launch_with_best_tile("attend_backward", _problem(sizes, q), q.device, launch)
 
 
+def _precision(q: Tensor, sizes: Sizes) -> str:
+    narrow = q.dtype == torch.float32 and max(sizes.block_d, sizes.block_v) <= NARROW
+    return "ieee" if narrow else PRECISION[q.dtype]
+
+
 def _problem(sizes: Sizes, q: Tensor) -> Problem:
     fills_chip = sizes.heads >= 2 * multiprocessors(q.device)
-    return Problem(sizes.tokens, sizes.heads, max(sizes.block_d, sizes.block_v), q.element_size(), fills_chip)
+    return Problem(sizes.tokens, sizes.heads, max(sizes.block_d, sizes.block_v), sizes.itemsize, fills_chip)
 
 
 def _apply_grid(sizes: Sizes, rows: int, tile: Tile, width: int) -> tuple[int, int, int]:
@@ -305,10 +307,10 @@ def _masks_and_gain(q: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor
     return _mask(options.query_mask, q), _mask(options.key_mask, q), q if options.gains is None else options.gains
 
 
-def _flags(q: Tensor, options: Options) -> dict:
+def _flags(q: Tensor, options: Options, sizes: Sizes) -> dict[str, Any]:
     return {
         "QUERY_MASKED": options.query_mask is not None,
         "KEY_MASKED": options.key_mask is not None,
         "GAIN_BY_IMAGE": options.gains is not None,
-        "PRECISION": PRECISION[q.dtype],
+        "PRECISION": _precision(q, sizes),
     }

@@ -10,6 +10,7 @@ Shapes: B batch, H heads, N query tokens, M key tokens, D channels a head, Dv va
 from __future__ import annotations
 
 import importlib.util
+import os
 
 import torch
 from torch import Tensor
@@ -21,8 +22,8 @@ LARGEST_HEAD = 256
 LARGEST_OFFSET = 2**31  # the kernels count the numbers of one head in 32 bits
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SMALLEST_CAPABILITY = (8, 0)
-# Up to here (Q diag(s) K^T) V has its norms and its gradient in one program.
-LARGEST_QK_TILE = 128
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch: kernels run on the CPU, slowly
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -43,25 +44,36 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def order_on_gpu(N: int, M: int, D: int, Dv: int) -> str:
+def fits_one_tile(N: int, M: int, D: int, Dv: int, itemsize: int) -> bool:
+    """True where all tokens of a head make one tile that leaves room for the products of the "qk" order."""
+    tokens, width = padded(max(N, M)), padded(max(D, Dv))
+    if itemsize > 2:
+        return tokens <= 64 and width <= 64
+    return tokens <= (128 if width <= 64 else 64)
+
+
+def padded(size: int) -> int:
+    """The next power of two that the tensor cores take, at least 16."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def order_on_gpu(N: int, M: int, D: int, Dv: int, itemsize: int) -> str:
     """The order of "auto" for the kernels: "qk" where it is cheaper and all tokens fit one tile, else "kv".
 
     What counts on a GPU is memory, not multiplications, and past one tile "kv" reads k and v only once.
     """
-    return choose_order(N, M, D, Dv) if max(N, M) <= LARGEST_QK_TILE else "kv"
+    return choose_order(N, M, D, Dv) if fits_one_tile(N, M, D, Dv, itemsize) else "kv"
 
 
-@torch.compiler.assume_constant_result
 def _why_not_on(device: torch.device) -> str | None:
-    if importlib.util.find_spec("triton") is None:
+    if not HAS_TRITON:
         return "the package triton is not installed"
     if device.type == "cpu":
-        import triton
-
-        return None if triton.knobs.runtime.interpret else "they run on CUDA devices, got a tensor on the CPU"
+        return None if INTERPRETED else "they run on CUDA devices, got a tensor on the CPU"
     if device.type != "cuda":
         return f"they run on CUDA devices, got a tensor on {device}"
-    if torch.cuda.get_device_capability(device) < SMALLEST_CAPABILITY:
+    # torch.compile cannot trace the question.
+    if not torch.compiler.is_compiling() and torch.cuda.get_device_capability(device) < SMALLEST_CAPABILITY:
         return "they need a GPU of compute capability 8.0 (Ampere) or newer"
     return None
 

@@ -46,9 +46,12 @@ class Problem(NamedTuple):
 def candidates(kernel: str, problem: Problem) -> list[Tile]:
     """Tiles for a kernel, the best known one first, the frugal ones last."""
     wide = problem.width * problem.itemsize > 64 * 2  # a row of a tile takes more than 128 bytes
-    if problem.width > 64 or (wide and kernel.startswith("backward")):
-        rows = 64 if problem.itemsize == 2 else 32
-        return [Tile(rows, warps=8), Tile(32, warps=8), Tile(16, warps=8, stages=1), Tile(16, warps=4, stages=1)]
+    if problem.width > 64 and problem.itemsize == 2:
+        return [Tile(64, warps=8), Tile(32, warps=8), Tile(16, warps=8, stages=1)]
+    if problem.width > 64:
+        return [Tile(32, warps=8, columns=32), Tile(16, warps=8, stages=1, columns=32)]
+    if wide and kernel.endswith("backward"):
+        return [Tile(32, warps=4), Tile(32, warps=4, stages=1), Tile(16, warps=4, stages=1)]
     if kernel == "forward_head":
         whole = max(16, triton.next_power_of_2(problem.tokens))
         if whole <= 64:

@@ -1,0 +1,195 @@
+"""SimA's fused kernels against softmax attention on the GPU: the attention core, from the packed qkv of a module."""
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from sima_attn.bench.cuda_timing import check_cuda, copy_bandwidth, device_name, time_graphs
+from sima_attn.bench.rows import today
+from sima_attn.nn import create_attention
+from sima_attn.ops import plan, sima_attention, sima_attention_qkv, sima_reference
+from sima_attn.ops.reference import algorithm_1
+
+FORWARD, TRAINING = "forward", "forward + backward"
+# Tensors of the size of q that must cross the memory bus at least once.
+TENSORS = {FORWARD: 4, TRAINING: 12}
+LARGEST_ERROR = 1e-2  # of bfloat16
+
+
+@dataclass(frozen=True)
+class GpuCase:
+    """A shape to measure, and the microseconds SimA should need on an H200, 0 where none are asked for."""
+
+    B: int
+    N: int
+    H: int
+    D: int
+    goal: float = 0.0
+    goal_training: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.B}, {self.N}, {self.H}, {self.D}"
+
+
+CASES = (
+    GpuCase(256, 196, 6, 64, goal=51, goal_training=260),  # DeiT-S at 224 px
+    GpuCase(256, 196, 8, 48, goal=55),  # XCiT-S12/16
+    GpuCase(32, 196, 6, 64, goal=8),
+    GpuCase(32, 1024, 6, 64, goal=39, goal_training=190),
+    GpuCase(8, 4096, 6, 64, goal=39, goal_training=190),
+    GpuCase(8, 9216, 6, 64, goal=88, goal_training=400),
+    GpuCase(1, 36864, 6, 64, goal=53),
+    GpuCase(1, 196, 6, 64, goal=5),
+    GpuCase(256, 64, 3, 64, goal=9),
+)
+# The same number of tokens in ever longer images, for the figure.
+FIGURE_CASES = tuple(GpuCase(32768 // N, N, 6, 64) for N in (64, 128, 256, 512, 2048, 8192, 32768))
+
+
+@dataclass(frozen=True)
+class GpuRow:
+    """One method at one shape. `limit_us` is the least memory traffic over the copy bandwidth of the same run."""
+
+    method: str
+    compiled: bool
+    direction: str
+    B: int
+    N: int
+    H: int
+    D: int
+    dtype: str
+    plan: str
+    p20_us: float
+    p50_us: float
+    p80_us: float
+    samples: int
+    limit_us: float
+    share_of_limit: float
+    speedup: float  # over the faster of the two softmax kernels
+    goal_us: float
+    error: float
+    copy_tb_per_s: float
+    device: str
+    torch: str
+    triton: str
+    date: str
+
+
+def softmax_with(backend: SDPBackend, qkv: Tensor) -> Tensor:
+    """Fused softmax attention by one named kernel, [B, N, 3, H, D] -> [B, N, H, D]."""
+    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+
+def paper(qkv: Tensor) -> Tensor:
+    """Algorithm 1 with F.normalize, as the authors' code has it."""
+    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+    return algorithm_1(q, k, v).transpose(1, 2)
+
+
+def core_of(attention: str, H: int, D: int) -> Callable[[Tensor], Tensor]:
+    """The core of an attention of the registry."""
+    module = create_attention(attention, H * D, H, device="cuda", dtype=torch.bfloat16)
+
+    def run(qkv: Tensor) -> Tensor:
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        return module.core(q, k, v).transpose(1, 2)
+
+    return run
+
+
+def bench_gpu(*, cases: Sequence[GpuCase], full: bool = True, seconds: float = 0.3) -> Generator[list[GpuRow]]:
+    """The rows of one case after the other; without `full` only the fused kernels, forward."""
+    check_cuda()
+    bandwidth = copy_bandwidth()
+    for case in cases:
+        rows = _bench_case(case, FORWARD, bandwidth, full, seconds)
+        if case.goal_training and full:
+            rows += _bench_case(case, TRAINING, bandwidth, full, seconds)
+        yield rows
+
+
+def _bench_case(case: GpuCase, direction: str, bandwidth: float, full: bool, seconds: float) -> list[GpuRow]:
+    import triton
+
+    B, N, H, D = case.B, case.N, case.H, case.D
+    generator = torch.Generator("cuda").manual_seed(0)
+    qkv = torch.randn(B, N, 3, H, D, generator=generator, device="cuda").to(torch.bfloat16)
+    grad = torch.randn(B, N, H, D, generator=generator, device="cuda").to(torch.bfloat16)
+    forms: dict[tuple[str, bool], Callable[[Tensor], Tensor]] = {
+        ("flash", False): partial(softmax_with, SDPBackend.FLASH_ATTENTION),
+        ("cudnn", False): partial(softmax_with, SDPBackend.CUDNN_ATTENTION),
+        ("sima", False): sima_attention_qkv,
+    }
+    if full:
+        torch.compiler.reset()
+        forms[("paper", False)] = paper
+        forms[("paper", True)] = torch.compile(paper, dynamic=False)
+        forms |= {(name, False): core_of(name, H, D) for name in ("xca", "elu")}
+
+    error = _check(qkv[:1])
+    training = direction == TRAINING
+    qkv.requires_grad_(training)
+
+    def call(method: Callable[[Tensor], Tensor]) -> object:
+        if training:
+            return torch.autograd.grad(method(qkv), qkv, grad)
+        with torch.no_grad():
+            return method(qkv)
+
+    timings = time_graphs({str(form): partial(call, method) for form, method in forms.items()}, seconds=seconds)
+    softmax = min(timings[str((name, False))].p50 for name in ("flash", "cudnn"))
+    limit = TENSORS[direction] * grad.numel() * grad.element_size() / bandwidth
+    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+    chosen = plan(q, k, v)
+    rows = []
+    for form in forms:
+        method, compiled = form
+        timing, is_sima = timings[str(form)], method == "sima"
+        rows.append(
+            GpuRow(
+                method=method,
+                compiled=compiled,
+                direction=direction,
+                B=B,
+                N=N,
+                H=H,
+                D=D,
+                dtype="bfloat16",
+                plan=f"{chosen.backend} {chosen.order}" if is_sima else "",
+                p20_us=round(timing.p20 * 1e6, 1),
+                p50_us=round(timing.p50 * 1e6, 1),
+                p80_us=round(timing.p80 * 1e6, 1),
+                samples=timing.samples,
+                limit_us=round(limit * 1e6, 2),
+                share_of_limit=round(limit / timing.p50, 3),
+                speedup=round(softmax / timing.p50, 2),
+                goal_us=(case.goal_training if training else case.goal) if is_sima else 0.0,
+                error=error if is_sima else 0.0,
+                copy_tb_per_s=round(bandwidth / 1e12, 2),
+                device=device_name(),
+                torch=torch.__version__,
+                triton=triton.__version__,
+                date=today(),
+            )
+        )
+    return rows
+
+
+@torch.no_grad()
+def _check(qkv: Tensor) -> float:
+    """The error of one image against float64. No time is reported for a wrong result."""
+    q, k, v = (t.double() for t in qkv.permute(2, 0, 3, 1, 4).unbind(0))
+    # The reference writes the N x N matrix down, which is too much for long images.
+    truth = sima_reference(q, k, v) if q.shape[2] <= 4096 else sima_attention(q, k, v, backend="eager")
+    out = sima_attention_qkv(qkv).transpose(1, 2).double()
+    error = ((out - truth).norm() / truth.norm()).item()
+    if not error < LARGEST_ERROR:
+        raise RuntimeError(f"the kernels are off by {error:.1e} from the float64 reference at {tuple(qkv.shape)}")
+    return float(f"{error:.2e}")
