@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from sima_attn._version import __version__
-from sima_attn.cli import bench, demo, models
+from sima_attn.cli import bench, demo, models, train
 from sima_attn.cli._shared import console
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app = typer.Typer(
 )
 app.add_typer(demo.app)
 app.add_typer(models.app)
+app.add_typer(train.app)
 app.add_typer(bench.app, name="bench")
 
 

@@ -1,0 +1,124 @@
+"""`sima train`, `sima eval` and `sima recipes`."""
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from sima_attn.cli._shared import console, print_table
+
+app = typer.Typer()
+
+
+def check_installed() -> None:
+    """Say what is missing before anything else is done."""
+    missing = [name for name in ("lightning", "torchvision", "safetensors", "yaml") if find_spec(name) is None]
+    if missing:
+        raise ValueError(f"this needs {', '.join(missing)}, not installed here: pip install 'sima-attn[train]'")
+
+
+@app.command("train")
+def train_command(
+    recipe: Annotated[
+        str | None, typer.Option(help="Name of a recipe, see `sima recipes`; without it digits.", show_default=False)
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="Folder of the images, or digits; without it the recipe's.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run.", show_default="runs/RECIPE")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="A setting of the recipe, e.g. model.attention=softmax."),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; without it the recipe's.")] = None,
+    compile_: Annotated[bool, typer.Option("--compile", help="Compile the model with torch.compile.")] = False,
+) -> None:
+    """Train a model by a recipe. Under torchrun, on all its processes; after a crash, add --resume."""
+    check_installed()
+    from sima_attn.train.recipes import named_recipe, with_overrides
+    from sima_attn.train.run import RunFolder
+
+    settings = list(overrides or [])
+    settings += [f"data.path={data}"] * (data is not None)
+    settings += [f"run.precision={precision}"] * (precision is not None) + ["run.compile=true"] * compile_
+    folder = out or Path("runs") / (recipe or "digits")
+    # Going on needs no recipe named: the folder knows it. One that is named is compared.
+    base = RunFolder(folder).read_recipe() if resume and recipe is None else named_recipe(recipe or "digits")
+    resolved = with_overrides(base, settings)
+
+    from sima_attn.train.classify import train_classifier
+
+    finished = train_classifier(resolved, folder, resume=resume, device=device)
+    if os.environ.get("RANK", "0") != "0":
+        return  # torchrun's other processes have nothing to add
+    numbers = ", ".join(f"{name} {value:.4g}" for name, value in finished.metrics.items())
+    console.print(f"[bold]{numbers}[/bold] after {finished.steps} steps, {finished.seconds:.0f} s", highlight=False)
+    console.print(f"Run: {folder} (weights.safetensors, eval.csv, learning_curve.png)", highlight=False, soft_wrap=True)
+
+
+@app.command("eval")
+def eval_command(
+    model: Annotated[
+        str, typer.Argument(metavar="RUN_OR_MODEL", help="A run's folder, a checkpoint, weights, or a model name.")
+    ],
+    data: Annotated[str | None, typer.Option(help="Folder of the images, or digits; without it the run's.")] = None,
+    size: Annotated[
+        list[int] | None, typer.Option(help="Image side in pixels; repeat for several. Without it the training size.")
+    ] = None,
+    token_ref: Annotated[
+        bool | None,
+        typer.Option("--token-ref/--no-token-ref", help="Make up for other sizes; without it both, where they differ."),
+    ] = None,
+    ema: Annotated[bool, typer.Option("--ema", help="The average weights of a checkpoint.")] = False,
+    out: Annotated[Path | None, typer.Option(help="CSV file for the classes, of the last line printed.")] = None,
+    batch: Annotated[int, typer.Option(help="Images at a time.", min=1)] = 256,
+    workers: Annotated[int | None, typer.Option(help="Processes that decode.", min=0)] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+) -> None:
+    """Top-1 and top-5 of a model on the val images, at any size, with and without token_ref."""
+    check_installed()
+    import torch
+
+    from sima_attn.bench.rows import write_rows
+    from sima_attn.bench.tables import TextTable
+    from sima_attn.train.evaluate import evaluate, load_trained
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    loaded = load_trained(model, ema=ema)
+    if data is None and not loaded.data.path:
+        raise ValueError(f"{model} is a registered model: say with --data which images to evaluate it on")
+    has_sima = any(hasattr(module, "token_ref") for module in loaded.model.modules())
+    results = []
+    for side in size or [loaded.data.size]:
+        both = has_sima and side != loaded.data.size
+        for use in [token_ref] if token_ref is not None else [False, True] if both else [False]:
+            options = {"size": side, "token_ref": use, "batch": batch, "workers": workers, "device": device}
+            with Console(stderr=True).status(f"{side} px"):
+                results.append(evaluate(loaded, data, say=console.print, **options))  # type: ignore[arg-type]
+    lines = [
+        [str(r.size), "yes" if r.token_ref else "no", f"{r.top1:.2f}", f"{r.top5:.2f}", f"{r.loss:.4f}", f"{r.images}"]
+        for r in results
+    ]
+    print_table(TextTable(["px", "token_ref", "top-1", "top-5", "loss", "images"], lines, set()), title=f"{model}")
+    last = results[-1]
+    for name, other, count in last.most_confused():
+        console.print(f"  {name} taken for {other}: {count}", highlight=False)
+    if last.broken:
+        console.print(f"{last.broken} broken images were left out", highlight=False)
+    if out is not None:
+        write_rows(out, last.rows)
+        console.print(f"Classes: {out}", highlight=False)
+
+
+@app.command("recipes")
+def recipes_command() -> None:
+    """The recipes that `sima train` knows."""
+    from sima_attn.train.recipes import RECIPES
+
+    for name, make in RECIPES.items():
+        about = (make.__doc__ or "").strip().splitlines()[0]
+        console.print(f"[bold]{name:<18}[/bold]{about}", highlight=False)

@@ -1,0 +1,258 @@
+"""Classification: images and labels -> a trained model. `train_classifier` is what `sima train` calls.
+
+Shapes: B batch, K classes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+import torch.nn.functional as F
+from lightning.fabric import Fabric
+from safetensors.torch import save_file
+from timm.data import Mixup
+from timm.layers import DropPath
+from torch import Tensor, nn
+
+from sima_attn._files import written_whole
+from sima_attn.bench.figures import check_can_plot
+from sima_attn.conversion import convert
+from sima_attn.train import recipes
+from sima_attn.train.curves import plot_learning_curve
+from sima_attn.train.data import open_data
+from sima_attn.train.data.augment import augment_batch, erase
+from sima_attn.train.data.cache import Cache, normalise
+from sima_attn.train.data.loader import (
+    Batch,
+    BrokenImages,
+    Share,
+    evaluation_batches,
+    seed_everything,
+    steps_per_epoch,
+    training_batches,
+)
+from sima_attn.train.data.sources import check_same_classes
+from sima_attn.train.engine import Finished, Settings, Task, fit, start_fabric
+from sima_attn.train.progress import RunProgress
+from sima_attn.train.recipes import Recipe
+from sima_attn.train.run import RunFolder
+
+
+def build_model(settings: recipes.Model, num_classes: int) -> nn.Module:
+    """The model of a recipe for that many classes, its attention put in and its stochastic depth set."""
+    if settings.num_classes not in (None, num_classes):
+        raise ValueError(
+            f"the data have {num_classes} classes, model.num_classes is {settings.num_classes}; "
+            "leave it at none to take the data's"
+        )
+    if not timm.is_model(settings.name):
+        near = difflib.get_close_matches(settings.name, timm.list_models(), n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else "timm.list_models() has them all"
+        raise ValueError(f"unknown model {settings.name!r}; {hint}")
+    kwargs: dict[str, Any] = {**settings.kwargs, "num_classes": num_classes}
+    if settings.drop_path:
+        kwargs["drop_path_rate"] = settings.drop_path
+    ours = settings.name.startswith("sima_")
+    if ours and settings.attention is not None:
+        kwargs["attention"] = settings.attention
+    try:
+        model = timm.create_model(settings.name, **kwargs)
+    except TypeError as error:
+        raise ValueError(f"{settings.name} cannot be built with {kwargs}: {error}") from error
+    if not ours and settings.attention is not None:
+        convert(model, settings.attention)
+    if settings.drop_path and settings.constant_drop_path:
+        _set_drop_path(model, settings.drop_path)
+    return model
+
+
+def _set_drop_path(model: nn.Module, rate: float) -> None:
+    """One rate in every block; timm lets it grow with depth, the authors do not. Class attention has none."""
+    for name, block in model.named_modules():
+        if "cls_attn" in name:
+            continue
+        for child in ("drop_path", "drop_path1", "drop_path2", "drop_path3"):
+            if isinstance(getattr(block, child, None), DropPath | nn.Identity):
+                setattr(block, child, DropPath(rate))
+
+
+class Classification(Task):
+    """A classifier on the images of a recipe."""
+
+    def __init__(self, recipe: Recipe, fabric: Fabric, progress: RunProgress) -> None:
+        self.recipe, self.fabric = recipe, fabric
+        self.source, self.val = open_data(recipe.data.path, "train"), open_data(recipe.data.path, "val")
+        check_same_classes(self.source, self.val)
+        self.classes = self.source.classes
+        self.share = Share(recipe.run.batch, fabric.global_rank, fabric.world_size, recipe.run.accumulate)
+        self.steps_per_epoch = steps_per_epoch(self.source, self.share)
+        seed_everything(recipe.run.seed)
+        self.model = build_model(recipe.model, len(self.classes))
+        self.mixup = _mixup(recipe, len(self.classes), self.share.piece)
+        self.broken, self.broken_val = BrokenImages(self.source, progress.say), BrokenImages(self.val, progress.say)
+        self.cache = self.val_cache = None
+        if recipe.data.cache:
+            self.cache, self.val_cache = (
+                Cache(source, recipe.data, fabric.device, broken=broken, on_step=progress.counter(f"decoding {what}"))
+                for source, broken, what in ((self.source, self.broken, "train"), (self.val, self.broken_val, "val"))
+            )
+
+    def batches(self, start: int, stop: int) -> Iterator[Batch]:
+        """Batches of this process."""
+        recipe, seed = self.recipe, self.recipe.run.seed
+        if self.cache is not None:
+            return self.cache.batches(self.share, seed, start=start, stop=stop, repeats=recipe.augment.repeats)
+        return training_batches(
+            self.source,
+            self.share,
+            recipe.data,
+            recipe.augment,
+            seed,
+            start=start,
+            stop=stop,
+            device=self.fabric.device,
+            broken=self.broken,
+        )
+
+    def loss(self, model: Callable[..., Any], batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """Cross entropy against labels, smoothed or mixed."""
+        images, labels = batch
+        if images.dtype == torch.uint8:  # from the cache
+            images = augment_batch(images.float() / 255, self.recipe.augment)
+            images = normalise(images, self.recipe.data)
+            if self.recipe.augment.erasing:
+                images = erase(images, self.recipe.augment.erasing)
+        if self.mixup is not None:
+            # timm mixes in place, and a step may be made again to find what went wrong in it.
+            images, targets = self.mixup(images.clone(), labels)
+            return F.cross_entropy(model(images).float(), targets), {}
+        logits = model(images).float()  # [B, K]
+        loss = F.cross_entropy(logits, labels, label_smoothing=self.recipe.augment.smoothing)
+        return loss, {"top1": 100 * (logits.argmax(1) == labels).float().mean()}
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """top1 and top5 in percent, and the loss, over all processes."""
+        share = self.share
+        batch = max(share.piece, 1)
+        if self.val_cache is not None:
+            batches = (
+                Batch(normalise(images.float() / 255, self.recipe.data), labels)
+                for images, labels in self.val_cache.evaluation_batches(batch, share.rank, share.world)
+            )
+        else:
+            batches = evaluation_batches(  # type: ignore[assignment]
+                self.val,
+                self.recipe.data,
+                batch,
+                device=self.fabric.device,
+                broken=self.broken_val,
+                rank=share.rank,
+                world=share.world,
+            )
+        totals = count_correct(model, batches, autocast=self.fabric.autocast)
+        if share.world > 1:
+            totals = self.fabric.all_reduce(totals.to(self.fabric.device), reduce_op="sum")  # type: ignore[assignment]
+        top1, top5, loss, images = totals.tolist()
+        if not images:
+            raise ValueError(f"none of the {len(self.val)} val images can be read")
+        return {"top1": 100 * top1 / images, "top5": 100 * top5 / images, "loss": loss / images}
+
+
+def count_correct(
+    model: nn.Module, batches: Iterator[Batch], autocast: Callable[[], Any] = contextlib.nullcontext
+) -> Tensor:
+    """[right at first, right among five, summed loss, images], float64."""
+    was_training = model.training
+    model.eval()
+    totals = torch.zeros(4, dtype=torch.float64)
+    with torch.no_grad():
+        for images, labels in batches:
+            with autocast():
+                logits = model(images)
+            logits = logits.float()  # [B, K]
+            best = logits.topk(min(5, logits.shape[1]), dim=1).indices  # [B, 5]
+            hits = best == labels[:, None]
+            loss = F.cross_entropy(logits, labels, reduction="sum")
+            numbers = torch.stack([hits[:, 0].sum(), hits.sum(), loss, loss.new_tensor(len(labels))])
+            totals += numbers.double().cpu()
+    model.train(was_training)
+    return totals
+
+
+def _mixup(recipe: Recipe, num_classes: int, piece: int) -> Mixup | None:
+    augment = recipe.augment
+    if not augment.mixup and not augment.cutmix:
+        return None
+    if piece % 2:
+        raise ValueError(
+            f"mixup and cutmix pair the images of a part of the batch, and {piece} is odd; change run.batch"
+        )
+    return Mixup(
+        mixup_alpha=augment.mixup,
+        cutmix_alpha=augment.cutmix,
+        prob=augment.mix_prob,
+        switch_prob=augment.switch_prob,
+        label_smoothing=augment.smoothing,
+        num_classes=num_classes,
+    )
+
+
+def train_classifier(
+    recipe: Recipe, out: Path | str, *, resume: bool = False, device: str = "auto", quiet: bool = False
+) -> Finished:
+    """Train by a recipe into a folder, or go on with the run in it; the metrics of the last evaluation come back."""
+    recipes.check(recipe)
+    folder = RunFolder(Path(out))
+    fabric = start_fabric(device, recipe.run.precision)
+    with _threads(recipe.run.threads), RunProgress(shown=fabric.is_global_zero and not quiet) as progress:
+        if fabric.is_global_zero:
+            folder.check(recipe, resume=resume)
+        plots = _can_plot(progress)
+        task = Classification(recipe, fabric, progress)
+        if fabric.is_global_zero and not resume:
+            folder.write_recipe(recipe)  # after the data were opened: wrong ones leave no folder behind
+        fabric.barrier()
+        about = {"recipe": recipes.to_dict(recipe), "classes": task.classes}
+        settings = Settings(recipe.optim, recipe.schedule, recipe.run)
+        finished = fit(task, settings, folder, fabric, progress, about=about)
+        if fabric.is_global_zero:
+            _save_weights(folder, task, about)
+            if plots:
+                attention = recipe.model.attention or "its own"
+                title = f"{recipe.name}: {recipe.model.name}, {attention} attention"
+                plot_learning_curve(folder.path, folder.curve, title)
+        fabric.barrier()
+    return finished
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _can_plot(progress: RunProgress) -> bool:
+    """Whether there will be a learning curve; said before the run, which does not depend on it."""
+    try:
+        check_can_plot()
+    except ValueError as error:
+        progress.say(f"there will be no learning curve: {error}")
+        return False
+    return True
+
+
+def _save_weights(folder: RunFolder, task: Classification, about: dict[str, Any]) -> None:
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in task.model.state_dict().items()}
+    with written_whole(folder.weights) as temporary:
+        save_file(tensors, temporary, metadata={"about": json.dumps(about)})

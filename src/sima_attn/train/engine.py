@@ -1,0 +1,383 @@
+"""The only training loop. A Task says what is trained and on what; the loop does the rest.
+
+All randomness of a step comes from seeds that are functions of (seed, step, process). A checkpoint is therefore
+weights, optimiser and the number of steps, and a run that goes on from it is bitwise the run never stopped.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from lightning.fabric import Fabric
+from timm.optim import create_optimizer_v2, param_groups_weight_decay
+from timm.scheduler import create_scheduler_v2
+from timm.utils import ModelEmaV3
+from torch import Tensor, nn
+
+from sima_attn.train.checkpoint import load_newest, save_checkpoint
+from sima_attn.train.data.loader import seed_everything
+from sima_attn.train.logs import CsvLog, TensorBoard
+from sima_attn.train.progress import RunProgress
+from sima_attn.train.recipes import Optim, Run, Schedule
+from sima_attn.train.run import RunFolder
+
+PRECISION = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+_STEP_STREAM = 1  # keeps the seeds of steps apart from those of samples, which start with the bare seed
+
+
+class Task(ABC):
+    """What a run trains. Classification is one; self-distillation and detection are others.
+
+    Attributes:
+        model: The module whose parameters are trained; the loop wraps it and hands the wrapped one to `loss`.
+        steps_per_epoch: Optimiser steps in an epoch.
+    """
+
+    model: nn.Module
+    steps_per_epoch: int
+
+    @abstractmethod
+    def batches(self, start: int, stop: int) -> Iterator[Any]:
+        """Batches of this process, on its device, for the steps from start to stop: `accumulate` for each step.
+
+        It must depend on nothing but its arguments and the recipe: a run that goes on calls it with its own start.
+        """
+
+    @abstractmethod
+    def loss(self, model: Callable[..., Any], batch: Any, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of a batch and further numbers to log, always the same names."""
+
+    @abstractmethod
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Metrics of the model, already over all processes."""
+
+    def parameter_groups(self, weight_decay: float) -> Any:
+        """Groups for the optimiser: no decay of biases, norms and what the model names."""
+        named: Any = getattr(self.model, "no_weight_decay", tuple)
+        return param_groups_weight_decay(self.model, weight_decay, no_weight_decay_list=named())
+
+    def before_step(self, step: int, groups: list[dict[str, Any]]) -> None:  # noqa: B027
+        """Called with the optimiser's groups, their learning rates set, e.g. to schedule the weight decay."""
+
+    def after_step(self, step: int) -> None:  # noqa: B027
+        """Called after each optimiser step with the number of steps made, e.g. to move a teacher."""
+
+    def state(self) -> dict[str, nn.Module]:
+        """Further modules to keep in checkpoints, by name: a teacher, a centre."""
+        return {}
+
+
+class Finished(NamedTuple):
+    """What a run comes to: the metrics of its last evaluation, its average weights if it kept any, its steps."""
+
+    metrics: dict[str, float]
+    ema: nn.Module | None
+    steps: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The parts of a recipe that the loop reads."""
+
+    optim: Optim
+    schedule: Schedule
+    run: Run
+
+
+def start_fabric(device: str, precision: str) -> Fabric:
+    """Fabric on "auto", "cpu" or "cuda"; under torchrun, one process of all that torchrun started."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device must be auto, cpu or cuda, got {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda was asked for, but torch sees no GPU here; use --device cpu")
+    if precision == "fp16" and device == "cpu":
+        raise ValueError("fp16 training needs a GPU; use --precision bf16 or fp32 on the CPU")
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    fabric = Fabric(
+        accelerator=device,
+        devices=local,
+        num_nodes=max(1, world // local),
+        strategy="ddp" if world > 1 else "auto",
+        precision=PRECISION[precision],  # type: ignore[arg-type]
+    )
+    fabric.launch()
+    return fabric
+
+
+def fit(
+    task: Task,
+    settings: Settings,
+    folder: RunFolder,
+    fabric: Fabric,
+    progress: RunProgress,
+    *,
+    about: Mapping[str, Any] | None = None,
+) -> Finished:
+    """Train to the end, from the newest checkpoint in the folder if there is one.
+
+    Args:
+        about: Plain values kept in every checkpoint, such as the recipe and the class names.
+    """
+    return _Loop(task, settings, folder, fabric, progress, dict(about or {})).run_to_the_end()
+
+
+class _Loop:
+    def __init__(
+        self,
+        task: Task,
+        settings: Settings,
+        folder: RunFolder,
+        fabric: Fabric,
+        progress: RunProgress,
+        about: dict[str, Any],
+    ) -> None:
+        self.task, self.folder, self.fabric, self.progress, self.about = task, folder, fabric, progress, about
+        self.optim, self.schedule, self.run = settings.optim, settings.schedule, settings.run
+        self.total = self.schedule.all_epochs * task.steps_per_epoch
+        if self.run.grad_checkpointing:
+            if not hasattr(task.model, "set_grad_checkpointing"):
+                raise ValueError(f"{type(task.model).__name__} has no gradient checkpointing; set it to false")
+            task.model.set_grad_checkpointing(True)  # type: ignore[operator]
+        if fabric.world_size > 1 and fabric.device.type == "cuda":
+            task.model = nn.SyncBatchNorm.convert_sync_batchnorm(task.model)  # as the authors have it
+        lr = self.optim.lr_at(self.run.batch)
+        optimizer = create_optimizer_v2(
+            task.parameter_groups(self.optim.weight_decay),
+            opt=self.optim.name,
+            lr=lr,
+            weight_decay=self.optim.weight_decay,
+            betas=self.optim.betas,
+            eps=self.optim.eps,
+        )
+        self.scheduler, _ = create_scheduler_v2(
+            optimizer,
+            sched="cosine",
+            num_epochs=self.schedule.epochs,
+            warmup_epochs=self.schedule.warmup_epochs,
+            warmup_lr=min(self.schedule.warmup_lr, lr),
+            min_lr=min(self.schedule.min_lr, lr),
+            cooldown_epochs=self.schedule.cooldown_epochs,
+            step_on_epochs=False,
+            updates_per_epoch=task.steps_per_epoch,
+        )
+        task.model.to(fabric.device)
+        for kept in task.state().values():
+            kept.to(fabric.device)
+        # Averages are of the plain module: the wrapped one shares its parameters.
+        self.ema = ModelEmaV3(task.model, decay=self.run.ema, use_warmup=self.run.ema_warmup) if self.run.ema else None
+        module: Any = torch.compile(task.model) if self.run.compile else task.model
+        self.model, self.optimizer = fabric.setup(module, optimizer)
+        self.step = 0
+        self.sums: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "model": self.task.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "ema": self.ema.module.state_dict() if self.ema else None,
+            "task": {name: module.state_dict() for name, module in self.task.state().items()},
+            "precision": self.fabric._precision.state_dict(),  # the loss scale of fp16
+            "sums": self.sums,
+            "metrics": self.metrics,
+            "about": self.about,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+        self.task.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.ema:
+            self.ema.module.load_state_dict(state["ema"])
+        for name, module in self.task.state().items():
+            module.load_state_dict(state["task"][name])
+        if state["precision"]:
+            self.fabric._precision.load_state_dict(state["precision"])
+        self.sums, self.metrics = state["sums"], state["metrics"]
+
+    def save(self) -> None:
+        if self.fabric.is_global_zero:
+            save_checkpoint(self.folder.checkpoints, self.step, self.state())
+        self.saved_at = time.monotonic()
+
+    def run_to_the_end(self) -> Finished:
+        state = load_newest(self.folder.checkpoints, self.progress.say)
+        if state is not None:
+            self.load(state)
+            self.progress.say(f"going on at step {self.step} of {self.total}")
+        self.fabric.barrier()
+        first = self.fabric.is_global_zero
+        self.logs = {name: CsvLog(self.folder.path / f"{name}.csv", self.step) for name in ("train", "eval") if first}
+        board = TensorBoard(self.folder.path / "tensorboard", self.step) if first else None
+        self.board = board
+        self.started = self.saved_at = self.logged_at = time.monotonic()
+        self.progress.start(self.step, self.total)
+        batches = iter(self.task.batches(self.step, self.total))
+        while self.step < self.total:
+            self.one_step(batches)
+            every = self.run.eval_epochs * self.task.steps_per_epoch
+            if self.step % every == 0 or self.step == self.total:
+                self.evaluate()
+            self.save_if_due()
+        if board is not None:
+            board.close()
+        return Finished(
+            self.metrics, self.ema.module if self.ema else None, self.total, time.monotonic() - self.started
+        )
+
+    def one_step(self, batches: Iterator[Any]) -> None:
+        self.scheduler.step_update(self.step)
+        self.task.before_step(self.step, self.optimizer.param_groups)
+        self.model.train()
+        parts = self.run.accumulate
+        mine = [next(batches) for _ in range(parts)]
+        sums: dict[str, Tensor] = {}
+        for part, batch in enumerate(mine):
+            self.seed(part)
+            with self.fabric.no_backward_sync(self.model, enabled=part + 1 < parts):
+                loss, numbers = self.task.loss(self.model, batch, self.step)
+                self.fabric.backward(loss / parts)
+            for name, value in {"loss": loss, **numbers}.items():
+                sums[name] = sums.get(name, 0) + value.detach().float() / parts
+        norm = self.fabric.clip_gradients(
+            self.model, self.optimizer, max_norm=self.optim.clip or math.inf, error_if_nonfinite=False
+        )
+        sums["grad_norm"] = norm.detach().float()  # type: ignore[union-attr]
+        means = self.mean_over_processes(sums)
+        # Looked at before the weights change, so that the step can be made again to see where it went wrong.
+        if not math.isfinite(means["loss"]):
+            self.stop_at_non_finite_loss(mine)
+        if self.run.precision != "fp16" and not math.isfinite(means["grad_norm"]):
+            self.stop_at_non_finite_gradient()  # fp16's scaler leaves out such steps, which it causes by design
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        if self.ema:
+            self.ema.update(self.task.model, step=self.step if self.run.ema_warmup else None)
+        self.task.after_step(self.step)
+        self.log(means)
+
+    def seed(self, part: int) -> None:
+        """What a forward pass draws is a function of the step, the part and the process."""
+        seed_everything(self.run.seed, _STEP_STREAM, self.step, part, self.fabric.global_rank)
+
+    def mean_over_processes(self, numbers: dict[str, Tensor]) -> dict[str, float]:
+        """Plain numbers; the one time a step waits for the device."""
+        values = torch.stack([value.reshape(()) for value in numbers.values()])
+        if self.fabric.world_size > 1:
+            values = self.fabric.all_reduce(values, reduce_op="mean")  # type: ignore[assignment]
+        return dict(zip(numbers, values.tolist(), strict=True))
+
+    def log(self, means: dict[str, float]) -> None:
+        for name, value in means.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
+        if self.step % self.run.log_steps and self.step != self.total:
+            return
+        steps = (self.step - 1) % self.run.log_steps + 1
+        now = time.monotonic()
+        rate = steps * self.run.batch / max(now - self.logged_at, 1e-9)
+        epoch = self.step / self.task.steps_per_epoch
+        row = {
+            "step": self.step,
+            "epoch": round(epoch, 4),
+            **{name: total / steps for name, total in self.sums.items()},
+            "lr": self.optimizer.param_groups[0]["lr"],
+            "images_per_second": round(rate, 1),
+        }
+        if self.fabric.is_global_zero:
+            self.logs["train"].add(row)
+            self.board.add(row, "train")  # type: ignore[union-attr]
+        self.progress.step(self.step, epoch, row["loss"], rate)
+        self.sums, self.logged_at = {}, now
+
+    def evaluate(self) -> None:
+        before = time.monotonic()
+        metrics = self.task.evaluate(self.task.model)
+        if self.ema:
+            metrics |= {f"ema_{name}": value for name, value in self.task.evaluate(self.ema.module).items()}
+        self.metrics = metrics
+        epoch = self.step / self.task.steps_per_epoch
+        row = {"step": self.step, "epoch": round(epoch, 4), **metrics}
+        if self.fabric.is_global_zero:
+            self.logs["eval"].add(row)
+            self.board.add(row, "eval")  # type: ignore[union-attr]
+        self.progress.evaluated(epoch, metrics)
+        self.logged_at += time.monotonic() - before  # the throughput is that of training
+
+    def save_if_due(self) -> None:
+        by_steps = self.run.checkpoint_steps and self.step % self.run.checkpoint_steps == 0
+        by_time = time.monotonic() - self.saved_at > 60 * self.run.checkpoint_minutes
+        if by_steps or by_time or self.step == self.total:
+            self.save()
+
+    def stop_at_non_finite_loss(self, batches: list[Any]) -> None:
+        """Say where it began: the same forward passes once more, the plain model, looking at every output."""
+        culprit = "it was finite in this process, so it began in another one"
+        model = self.task.model
+        for part, batch in enumerate(batches):
+            self.seed(part)
+            with torch.no_grad(), self.fabric.autocast():
+                loss, where = first_non_finite(model, partial(self.task.loss, model, batch, self.step))
+            if not _finite(loss):
+                culprit = where
+                break
+        raise ValueError(f"the loss of step {self.step + 1} is not finite: {culprit}. {self.what_is_left()}")
+
+    def stop_at_non_finite_gradient(self) -> None:
+        names = [
+            name
+            for name, p in self.task.model.named_parameters()
+            if p.grad is not None and not torch.isfinite(p.grad).all()
+        ]
+        raise ValueError(
+            f"the gradient of step {self.step + 1} is not finite, its loss is: {names[0] if names else 'its norm'} "
+            f"and {max(0, len(names) - 1)} other parameters. {self.what_is_left()}"
+        )
+
+    def what_is_left(self) -> str:
+        return (
+            f"The checkpoints from before are in {self.folder.checkpoints}; a lower optim.lr, optim.clip or "
+            "run.precision=fp32 may help"
+        )
+
+
+def first_non_finite(model: nn.Module, forward: Callable[[], Any]) -> tuple[Any, str]:
+    """What `forward` returns, and in words the module whose output was the first that is not finite."""
+    names = {module: name for name, module in model.named_modules()}
+    found: list[str] = []
+
+    def look(module: nn.Module, inputs: Any, output: Any) -> None:
+        if not found and not _finite(output):
+            given = "" if _finite(inputs) else ", whose input was not finite already"
+            found.append(f"first in the output of {names[module] or 'the model'} ({type(module).__name__}){given}")
+
+    hooks = [module.register_forward_hook(look) for module in names]
+    try:
+        out = forward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return out, found[0] if found else "every module's output is finite, so it is the loss function or its targets"
+
+
+def _finite(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return not value.is_floating_point() or bool(torch.isfinite(value).all())
+    if isinstance(value, list | tuple):
+        return all(_finite(v) for v in value)
+    if isinstance(value, Mapping):
+        return all(_finite(v) for v in value.values())
+    return True

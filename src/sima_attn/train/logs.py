@@ -1,0 +1,70 @@
+"""Metrics of a run: CSV files, which go on where a checkpoint left them, and TensorBoard where it is installed."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sima_attn._files import written_whole
+
+
+class CsvLog:
+    """Rows of one CSV file; the first column is `step`, the columns are those of the first row.
+
+    Going on from a checkpoint at step s drops the rows after s: those steps are made, and logged, again.
+    """
+
+    def __init__(self, path: Path, start: int) -> None:
+        self.path = path
+        rows = [row for row in read_log(path) if int(row["step"]) <= start] if path.exists() else []
+        self.columns: list[str] | None = None
+        if rows:
+            self.columns = list(rows[0])
+            with written_whole(path) as temporary, open(temporary, "w", newline="") as file:
+                writer = csv.DictWriter(file, self.columns, lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(rows)
+        else:
+            path.unlink(missing_ok=True)
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Append a row, on the disk when this returns."""
+        if self.columns is None:
+            self.columns = list(row)
+            with open(self.path, "w", newline="") as file:
+                csv.DictWriter(file, self.columns, lineterminator="\n").writeheader()
+        with open(self.path, "a", newline="") as file:
+            csv.DictWriter(file, self.columns, lineterminator="\n").writerow(row)
+
+
+def read_log(path: Path) -> list[dict[str, str]]:
+    """The rows of a log; a last line that was cut off is left out."""
+    text = path.read_text()
+    whole = text[: text.rfind("\n") + 1]
+    return list(csv.DictReader(whole.splitlines()))
+
+
+class TensorBoard:
+    """Scalars for TensorBoard; nothing where it is not installed."""
+
+    def __init__(self, folder: Path, start: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            self.writer = None
+        else:
+            self.writer = SummaryWriter(str(folder), purge_step=start + 1 if start else None)
+
+    def add(self, row: Mapping[str, Any], group: str) -> None:
+        """The numbers of a row, under `group/`."""
+        if self.writer is not None:
+            for name, value in row.items():
+                if name not in ("step", "epoch"):
+                    self.writer.add_scalar(f"{group}/{name}", value, row["step"])
+
+    def close(self) -> None:
+        """Write what is waiting."""
+        if self.writer is not None:
+            self.writer.close()

@@ -1,0 +1,455 @@
+"""Recipes: what a run is, as frozen dataclasses; one function a run, and RECIPES names them all.
+
+The numbers of the paper's rows are its own where it prints them; the rest is what the authors' code has.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from typing import Any, TypeVar, Union
+
+from sima_attn._errors import unknown_name
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+CROPS = ("resized", "padded", "none")
+PRECISIONS = ("fp32", "bf16", "fp16")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Model:
+    """Any model timm knows, ours among them.
+
+    Attributes:
+        name: Its name in timm's registry.
+        attention: Attention of the registry. None leaves the model's own; models of other families are converted.
+        num_classes: None takes the number of classes of the data; another number than that is an error.
+        drop_path: Rate of stochastic depth.
+        constant_drop_path: The same rate in every block, as the authors' code has it; otherwise growing with depth.
+        kwargs: Further arguments of the model.
+    """
+
+    name: str
+    attention: str | None = None
+    num_classes: int | None = None
+    drop_path: float = 0.0
+    constant_drop_path: bool = True
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Data:
+    """Where the images come from, and their size.
+
+    Attributes:
+        path: A folder, or "digits"; see `open_data`.
+        size: Side of the square images in pixels.
+        crop_ratio: Share of the resized image that evaluation keeps.
+        interpolation: Of every resize: bicubic or bilinear.
+        mean, std: What the channels, in [0, 1], are normalised by.
+        workers: Processes that decode. The batches do not depend on their number.
+        cache: Decode everything once, keep it on the device and augment whole batches there.
+    """
+
+    path: str
+    size: int = 224
+    crop_ratio: float = 1.0
+    interpolation: str = "bicubic"
+    mean: tuple[float, float, float] = IMAGENET_MEAN
+    std: tuple[float, float, float] = IMAGENET_STD
+    workers: int = 8
+    cache: bool = False
+
+
+@dataclass(frozen=True)
+class Augment:
+    """How training images are varied.
+
+    Attributes:
+        crop: "resized" takes a random part (of `scale` of the area) to full size; "padded" shifts by up to `padding`
+            pixels; "none" keeps the image.
+        flip: Probability of a mirror image.
+        color_jitter: Strength. Left out where RandAugment is on, as timm and the authors do.
+        randaugment: timm's configuration string; None is off. Not with a device cache.
+        erasing: Probability of random erasing, filled with noise.
+        repeats: Times each image occurs in a row (repeated augmentation); epochs keep their length.
+        mixup, cutmix: Their alphas; 0 is off. One draw a batch.
+        mix_prob, switch_prob: Probability of mixing at all, and of cutmix where both are on.
+        smoothing: Of the labels.
+    """
+
+    crop: str = "resized"
+    scale: tuple[float, float] = (0.08, 1.0)
+    padding: int = 0
+    flip: float = 0.5
+    color_jitter: float = 0.0
+    randaugment: str | None = None
+    erasing: float = 0.0
+    repeats: int = 1
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    mix_prob: float = 1.0
+    switch_prob: float = 0.5
+    smoothing: float = 0.0
+
+
+@dataclass(frozen=True)
+class Optim:
+    """The optimiser.
+
+    Attributes:
+        name: timm's name of it.
+        lr: Learning rate at `lr_batch` images a step; scaled linearly to the batch. lr_batch 0: not scaled.
+        clip: Greatest norm of the gradient; None is off.
+    """
+
+    name: str = "adamw"
+    lr: float = 5e-4
+    lr_batch: int = 512
+    weight_decay: float = 0.05
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    clip: float | None = None
+
+    def lr_at(self, batch: int) -> float:
+        """The learning rate for a batch of all processes together."""
+        return self.lr * batch / self.lr_batch if self.lr_batch else self.lr
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Cosine from the learning rate to `min_lr` over `epochs`, after a linear warm-up inside them; then `cooldown`."""
+
+    epochs: int
+    warmup_epochs: int = 5
+    warmup_lr: float = 1e-6
+    min_lr: float = 1e-5
+    cooldown_epochs: int = 0
+
+    @property
+    def all_epochs(self) -> int:
+        """Epochs with the cool-down."""
+        return self.epochs + self.cooldown_epochs
+
+
+@dataclass(frozen=True)
+class Run:
+    """How the loop runs.
+
+    Attributes:
+        batch: Images a step, over all processes and accumulated parts.
+        accumulate: Parts that a process takes its share of the batch in.
+        ema: Decay of the moving average of the weights; None is off.
+        ema_warmup: Let the decay rise from 0, for short runs.
+        checkpoint_minutes, checkpoint_steps: A checkpoint after so long, and every so many steps (0: by time alone).
+        eval_epochs: Evaluate every so many epochs, and at the end.
+        log_steps: Steps a row of the log stands for.
+        threads: CPU threads of torch; 0 leaves its own choice.
+    """
+
+    batch: int = 1024
+    accumulate: int = 1
+    seed: int = 0
+    precision: str = "fp32"
+    compile: bool = False
+    grad_checkpointing: bool = False
+    ema: float | None = None
+    ema_warmup: bool = False
+    checkpoint_minutes: float = 5.0
+    checkpoint_steps: int = 0
+    eval_epochs: int = 1
+    log_steps: int = 50
+    threads: int = 0
+
+
+# What may differ when a run goes on: nothing here changes the weights.
+MAY_CHANGE = {"data.workers", "run.checkpoint_minutes", "run.checkpoint_steps"}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A classification run."""
+
+    name: str
+    model: Model
+    data: Data
+    augment: Augment
+    optim: Optim
+    schedule: Schedule
+    run: Run
+
+
+def digits() -> Recipe:
+    """A small SimA transformer on scikit-learn's digits: 97 to 98 % in half a minute on one CPU core."""
+    # Patches of 2 and average pooling: with single pixels and a class token it does not leave chance.
+    vit = {
+        "img_size": 8,
+        "patch_size": 2,
+        "embed_dim": 96,
+        "depth": 2,
+        "num_heads": 6,
+        "mlp_ratio": 2,
+        "class_token": False,
+        "global_pool": "avg",
+        "weight_init": "jax",  # timm's own deviation of 0.02 is too small for so few channels
+    }
+    return Recipe(
+        name="digits",
+        model=Model("sima_deit_tiny_patch16_224", "sima", kwargs=vit),
+        data=Data("digits", size=8, mean=(0.3, 0.3, 0.3), std=(0.37, 0.37, 0.37), workers=0, cache=True),
+        augment=Augment(crop="none", flip=0.0, cutmix=1.0, mix_prob=0.5, smoothing=0.1),
+        optim=Optim(lr=5e-3, lr_batch=0, clip=1.0),
+        schedule=Schedule(epochs=50, warmup_epochs=5),
+        # One thread: a step is too small to gain from two, and loses much where another process wants a core.
+        run=Run(batch=64, log_steps=22, threads=1),
+    )
+
+
+def tiny_imagenet() -> Recipe:
+    """Tiny ImageNet at 64 px: 12 layers, 192 channels, 3 heads, patches of 4; a few minutes on one GPU."""
+    vit = {"img_size": 64, "patch_size": 4, "class_token": False, "global_pool": "avg"}
+    return Recipe(
+        name="tiny_imagenet",
+        model=Model("sima_deit_tiny_patch16_224", "sima", drop_path=0.05, constant_drop_path=False, kwargs=vit),
+        data=Data("tiny-imagenet", size=64, cache=True, workers=0),
+        augment=Augment(crop="padded", padding=8, mixup=0.8, cutmix=1.0, smoothing=0.1),
+        optim=Optim(lr=1e-3, lr_batch=0, clip=1.0),
+        schedule=Schedule(epochs=60, warmup_epochs=5),
+        run=Run(batch=512, precision="bf16"),
+    )
+
+
+def _imagenet(name: str, model: str, epochs: int) -> Recipe:
+    return Recipe(
+        name=name,
+        model=Model(model, "sima", drop_path=0.05),
+        data=Data("imagenet"),
+        augment=Augment(
+            color_jitter=0.4,
+            randaugment="rand-m9-mstd0.5-inc1",
+            erasing=0.25,
+            repeats=3,
+            mixup=0.8,
+            cutmix=1.0,
+            smoothing=0.1,
+        ),
+        optim=Optim(),
+        schedule=Schedule(epochs=epochs, cooldown_epochs=10),
+        run=Run(precision="fp16", ema=0.99996),
+    )
+
+
+def deit_small() -> Recipe:
+    """DeiT-S with SimA on ImageNet: 300 epochs; 79.8 % in the paper."""
+    return _imagenet("deit_small", "sima_deit_small_patch16_224", epochs=300)
+
+
+def deit_small_1head() -> Recipe:
+    """DeiT-S with SimA of a single head on ImageNet: 300 epochs; 79.4 % in the paper."""
+    return _imagenet("deit_small_1head", "sima_deit_small_patch16_224_1head", epochs=300)
+
+
+def deit_small_relu() -> Recipe:
+    """DeiT-S with SimA and ReLU, free of exp(), on ImageNet: 300 epochs; 79.6 % in the paper."""
+    return _imagenet("deit_small_relu", "sima_deit_small_patch16_224_relu", epochs=300)
+
+
+def xcit_small_12() -> Recipe:
+    """XCiT-S12/16 with SimA on ImageNet: 400 epochs; 82.1 % in the paper."""
+    return _imagenet("xcit_small_12", "sima_xcit_small_12_p16_224", epochs=400)
+
+
+def xcit_tiny_12_p8() -> Recipe:
+    """XCiT-T12/8 with SimA on ImageNet: 400 epochs; 79.4 % in the paper."""
+    return _imagenet("xcit_tiny_12_p8", "sima_xcit_tiny_12_p8_224", epochs=400)
+
+
+def xcit_tiny_24() -> Recipe:
+    """XCiT-T24/16 with SimA on ImageNet: 400 epochs; 79.8 % in the paper."""
+    return _imagenet("xcit_tiny_24", "sima_xcit_tiny_24_p16_224", epochs=400)
+
+
+def cvt_13() -> Recipe:
+    """CvT-13 with SimA on ImageNet: 300 epochs; 81.4 % in the paper."""
+    # CvT's own code has a drop path of 0.1 in its last stage alone; the paper gives one sentence for all models.
+    return _imagenet("cvt_13", "sima_cvt_13", epochs=300)
+
+
+RECIPES: dict[str, Callable[[], Recipe]] = {
+    make.__name__: make
+    for make in (
+        digits,
+        tiny_imagenet,
+        deit_small,
+        deit_small_1head,
+        deit_small_relu,
+        xcit_small_12,
+        xcit_tiny_12_p8,
+        xcit_tiny_24,
+        cvt_13,
+    )
+}
+
+
+def named_recipe(name: str) -> Recipe:
+    """The recipe of that name."""
+    if name not in RECIPES:
+        raise unknown_name("recipe", name, RECIPES)
+    return RECIPES[name]()
+
+
+def check(recipe: Recipe) -> None:
+    """Raise for a value that no run can have, before anything is read or built."""
+    for where, value, allowed in (
+        ("augment.crop", recipe.augment.crop, CROPS),
+        ("run.precision", recipe.run.precision, PRECISIONS),
+    ):
+        if value not in allowed:
+            raise unknown_name(where, value, allowed)
+    for where, number in (
+        ("data.size", recipe.data.size),
+        ("run.batch", recipe.run.batch),
+        ("run.accumulate", recipe.run.accumulate),
+        ("run.log_steps", recipe.run.log_steps),
+        ("run.eval_epochs", recipe.run.eval_epochs),
+        ("augment.repeats", recipe.augment.repeats),
+        ("schedule.epochs", recipe.schedule.epochs),
+    ):
+        if number < 1:
+            raise ValueError(f"{where} must be at least 1, got {number}")
+    for where, share in (
+        ("augment.flip", recipe.augment.flip),
+        ("augment.erasing", recipe.augment.erasing),
+        ("augment.mix_prob", recipe.augment.mix_prob),
+        ("augment.switch_prob", recipe.augment.switch_prob),
+        ("augment.smoothing", recipe.augment.smoothing),
+        ("model.drop_path", recipe.model.drop_path),
+        ("run.ema", recipe.run.ema or 0.0),
+    ):
+        if not 0 <= share <= 1:
+            raise ValueError(f"{where} must lie between 0 and 1, got {share}")
+    if not 0 < recipe.data.crop_ratio <= 1:
+        raise ValueError(f"data.crop_ratio must be above 0 and at most 1, got {recipe.data.crop_ratio}")
+    if recipe.schedule.warmup_epochs >= recipe.schedule.epochs:
+        raise ValueError(
+            f"schedule.warmup_epochs={recipe.schedule.warmup_epochs} leaves nothing of "
+            f"schedule.epochs={recipe.schedule.epochs}; set one of them"
+        )
+    if recipe.augment.crop == "padded" and recipe.augment.padding < 1:
+        raise ValueError("augment.crop=padded needs augment.padding of at least 1 pixel")
+    if recipe.data.cache and recipe.augment.randaugment is not None:
+        raise ValueError(
+            "RandAugment works on single images, not on a device cache: set data.cache=false or "
+            "augment.randaugment=none"
+        )
+
+
+def with_overrides(recipe: T, overrides: Sequence[str]) -> T:
+    """The recipe with settings `a.b=c` put in, each read as the type of its field."""
+    for text in overrides:
+        where, equals, value = text.partition("=")
+        if not equals or not where.strip():
+            raise ValueError(f"--set needs name=value, e.g. --set schedule.epochs=10, got {text!r}")
+        recipe = _set(recipe, where.strip().split("."), value.strip(), where.strip())
+    return recipe
+
+
+def _set(settings: Any, names: list[str], text: str, where: str) -> Any:
+    first, *rest = names
+    kinds = typing.get_type_hints(type(settings))
+    if first not in kinds:
+        raise unknown_name(f"setting {where!r}:", first, kinds)
+    now = getattr(settings, first)
+    if is_dataclass(now):
+        if not rest:
+            raise ValueError(f"{where} is a group of settings: {', '.join(f'{where}.{f.name}' for f in fields(now))}")
+        return replace(settings, **{first: _set(now, rest, text, where)})
+    if isinstance(now, dict):
+        if len(rest) != 1:
+            raise ValueError(f"{where} needs the name of one argument, e.g. {first}.depth=6")
+        return replace(settings, **{first: {**now, rest[0]: _any_value(text)}})
+    if rest:
+        raise ValueError(f"{'.'.join(where.split('.')[: -len(rest)])} is a single value; it has no {rest[0]!r}")
+    return replace(settings, **{first: parse(text, kinds[first], where)})
+
+
+def _any_value(text: str) -> Any:
+    import yaml
+
+    return yaml.safe_load(text)
+
+
+def parse(text: str, kind: Any, where: str) -> Any:
+    """Text as a value of a field's type."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (Union, types.UnionType):
+        if text.lower() in ("none", "null"):
+            return None
+        kind = next(k for k in arguments if k is not type(None))
+        origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is tuple:
+        parts = [part.strip() for part in text.strip("()[]").split(",")]
+        if len(parts) != len(arguments):
+            raise ValueError(f"{where} is {len(arguments)} numbers with commas between them, got {text!r}")
+        return tuple(parse(part, kind, where) for part, kind in zip(parts, arguments, strict=True))
+    if kind is bool:
+        if text.lower() not in ("true", "false"):
+            raise ValueError(f"{where} is true or false, got {text!r}")
+        return text.lower() == "true"
+    try:
+        return kind(text)
+    except ValueError:
+        article = {"int": "a whole number", "float": "a number"}[kind.__name__]
+        raise ValueError(f"{where} is {article}, got {text!r}") from None
+
+
+def flat(settings: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted names -> values, tuples as lists, as YAML and JSON give them back."""
+    items = settings.items() if isinstance(settings, Mapping) else asdict(settings).items()
+    out: dict[str, Any] = {}
+    for name, value in items:
+        if isinstance(value, Mapping) and (value or prefix == ""):
+            out |= flat(value, f"{prefix}{name}.")
+        else:
+            out[f"{prefix}{name}"] = list(value) if isinstance(value, tuple) else value
+    return out
+
+
+def differences(old: Any, new: Any) -> list[str]:
+    """One line a setting that differs and may not: `optim.lr: 0.001 -> 0.002`."""
+    before, after = flat(old), flat(new)
+    names = sorted((before.keys() | after.keys()) - MAY_CHANGE)
+    return [
+        f"{name}: {before.get(name, '(not set)')} -> {after.get(name, '(not set)')}"
+        for name in names
+        if before.get(name) != after.get(name) or (name in before) != (name in after)
+    ]
+
+
+def to_dict(recipe: Any) -> dict[str, Any]:
+    """Nested plain dictionaries and lists."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: plain(v) for name, v in value.items()}
+        return [plain(v) for v in value] if isinstance(value, tuple | list) else value
+
+    return plain(asdict(recipe))
+
+
+def from_dict(kind: type[T], values: Mapping[str, Any]) -> T:
+    """The dataclass that `to_dict` took apart; a setting this version does not know is an error."""
+    kinds = typing.get_type_hints(kind)
+    unknown = set(values) - set(kinds)
+    if unknown:
+        raise unknown_name(f"setting of {kind.__name__}", min(unknown), kinds)
+    filled = {}
+    for name, value in values.items():
+        if is_dataclass(kinds[name]):
+            filled[name] = from_dict(kinds[name], value)
+        else:
+            filled[name] = tuple(value) if typing.get_origin(kinds[name]) is tuple else value
+    return kind(**filled)

@@ -1,0 +1,44 @@
+"""Train each of the given runs; for each of its deaths in a child that dies, as of `kill -9`, once that step is made.
+
+The children are forked, so that the imports are paid for once. Prints the step of the newest checkpoint after each.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+from sima_attn.train.checkpoint import load_newest
+from sima_attn.train.classify import Classification, train_classifier
+from sima_attn.train.recipes import Recipe, from_dict
+
+torch.set_num_threads(1)
+
+
+def train(run, resume):
+    train_classifier(from_dict(Recipe, run["recipe"]), run["out"], resume=resume, device="cpu", quiet=True)
+
+
+def train_and_die(run, step, resume):
+    def after_step(self, made):
+        if made == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Classification.after_step = after_step
+    train(run, resume)
+    os._exit(0)
+
+
+for run in json.loads(sys.argv[1]):
+    for i, step in enumerate(run["deaths"]):
+        child = os.fork()
+        if not child:
+            train_and_die(run, step, resume=i > 0)
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status), f"the run was to be killed at step {step}, it ended with {status}"
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        print(load_newest(Path(run["out"]) / "checkpoints")["step"], flush=True)
+    train(run, resume=bool(run["deaths"]))

@@ -1,0 +1,148 @@
+"""`sima eval`: its numbers are those of a plain computation; sizes and token_ref; the commands as a user types them."""
+
+import csv
+
+import pytest
+import timm
+import torch
+from small_runs import class_folders, small_recipe
+from typer.testing import CliRunner
+
+from sima_attn import cli
+from sima_attn.train.classify import train_classifier
+from sima_attn.train.data import open_data
+from sima_attn.train.data.loader import evaluation_transform
+from sima_attn.train.evaluate import evaluate, load_trained, tokens_at
+from sima_attn.train.recipes import RECIPES
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    root = tmp_path_factory.mktemp("run")
+    classes = tuple("abcdefg")
+    recipe = small_recipe(class_folders(root / "data", (8, 5), classes), run={"ema": 0.9})
+    finished = train_classifier(recipe, root / "run", device="cpu", quiet=True)
+    return root, recipe, finished
+
+
+def test_the_numbers_are_those_of_a_plain_computation(run):
+    root, recipe, finished = run
+    loaded = load_trained(root / "run")
+    source = open_data(root / "data", "val")
+    transform = evaluation_transform(recipe.data)
+    images = torch.stack([transform(source.read(i)) for i in range(len(source))])
+    labels = torch.from_numpy(source.labels)
+    with torch.no_grad():
+        logits = loaded.model.eval()(images)
+    ranks = (logits > logits.gather(1, labels[:, None])).sum(1)  # how many classes are ahead
+    result = evaluate(loaded, batch=4)
+    assert result.images == 35
+    assert result.top1 == pytest.approx(100 * (ranks < 1).float().mean().item())
+    assert result.top5 == pytest.approx(100 * (ranks < 5).float().mean().item())
+    assert result.loss == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item(), rel=1e-4)
+    for i in range(7):
+        for j in range(7):
+            assert result.confusion[i, j] == ((labels == i) & (logits.argmax(1) == j)).sum()
+    for name in ("top1", "top5", "loss"):  # and what training printed
+        assert getattr(result, name) == pytest.approx(finished.metrics[name], rel=1e-4)
+    most = result.most_confused(1)[0]
+    wrong = result.confusion.clone().fill_diagonal_(0)
+    assert most[2] == wrong.max()
+    assert wrong["abcdefg".index(most[0]), "abcdefg".index(most[1])] == most[2]
+
+
+def test_folder_weights_and_checkpoint_are_one_model_and_the_average_another(run):
+    root, _, finished = run
+    path = next((root / "run" / "checkpoints").glob("*.pt"))
+    results = [evaluate(load_trained(p)) for p in (root / "run", root / "run" / "weights.safetensors", path)]
+    assert len({r.loss for r in results}) == 1
+    average = evaluate(load_trained(root / "run", ema=True))
+    assert average.loss == pytest.approx(finished.metrics["ema_loss"], rel=1e-4)
+    assert average.loss != results[0].loss
+
+
+def test_token_ref_changes_nothing_at_the_training_size_and_something_elsewhere(run):
+    root, _, _ = run
+    loaded = load_trained(root / "run")
+    here = [evaluate(loaded, token_ref=use).loss for use in (False, True)]
+    assert here[0] == pytest.approx(here[1], rel=1e-5)
+    without, with_it = (evaluate(loaded, size=32, token_ref=use).loss for use in (False, True))
+    assert without != with_it
+    trained_for_16_tokens = load_trained(root / "run")
+    for block in trained_for_16_tokens.model.blocks:
+        block.attn.token_ref = 16.0
+    assert evaluate(trained_for_16_tokens, size=32).loss == with_it
+    assert loaded.model.blocks[0].attn.token_ref is None  # as it was
+
+
+@pytest.mark.parametrize("name", ["sima_deit_tiny_patch16_224", "sima_xcit_nano_12_p16_224", "sima_cvt_13"])
+def test_the_tokens_that_are_seen_are_those_the_models_call_theirs(name):
+    model, ours = timm.create_model(name).eval(), timm.create_model(name, token_ref="train")
+    modules = [m for m in model.modules() if hasattr(m, "token_ref")]
+    theirs = [m.token_ref for m in ours.modules() if hasattr(m, "token_ref")]
+    assert tokens_at(model, modules, 224) == theirs
+
+
+def test_other_classes_are_refused(run, tmp_path):
+    root, _, _ = run
+    with pytest.raises(ValueError, match=r"trained on 7 classes \(a, b, c, \.\.\.\), these data have 10"):
+        evaluate(load_trained(root / "run"), "digits")
+    with pytest.raises(ValueError, match="model has 3 classes, the data have 10"):
+        evaluate(load_trained("sima_deit_tiny_patch16_224", num_classes=3), "digits")
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "message"),
+    [
+        ("sima_nothing", ValueError, "neither a run's folder"),
+        ("none.pt", FileNotFoundError, "there is no checkpoint"),
+    ],
+)
+def test_what_cannot_be_loaded_is_named(what, error, message):
+    with pytest.raises(error, match=message):
+        load_trained(what)
+
+
+def sima(*arguments):
+    result = CliRunner().invoke(cli.app, [str(a) for a in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_eval_prints_each_size_with_and_without_token_ref_and_writes_the_classes(run, tmp_path):
+    root, _, _ = run
+    output = sima(
+        "eval", root / "run", "--size", 16, "--size", 32, "--device", "cpu", "--out", tmp_path / "classes.csv"
+    )
+    assert output.count("│ 16") == 1
+    assert output.count("│ 32") == 2
+    assert "taken for" in output
+    with open(tmp_path / "classes.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["name"] for row in rows] == list("abcdefg")
+    assert sum(int(row["images"]) for row in rows) == 35
+
+
+def test_train_runs_the_default_and_goes_on(tmp_path):
+    few = ["--set", "schedule.epochs=2", "--set", "schedule.warmup_epochs=1", "--set", "model.kwargs.depth=1"]
+    output = sima("train", "--out", tmp_path / "d", "--device", "cpu", *few)
+    assert "top1" in output
+    assert {"recipe.yaml", "weights.safetensors", "learning_curve.png", "train.csv", "eval.csv"} <= {
+        p.name for p in (tmp_path / "d").iterdir()
+    }
+    assert "top1" in sima("train", "--out", tmp_path / "d", "--resume", "--device", "cpu")
+    with pytest.raises(ValueError, match=r"another recipe: model\.attention: sima -> softmax"):
+        sima("train", "--out", tmp_path / "d", "--resume", "--set", "model.attention=softmax")
+    with pytest.raises(ValueError, match="--resume"):
+        sima("train", "--out", tmp_path / "d", *few)
+
+
+def test_recipes_are_listed():
+    output = sima("recipes")
+    assert all(name in output for name in RECIPES)
+
+
+def test_what_is_not_installed_is_named_first(monkeypatch):
+    monkeypatch.setattr(cli.train, "find_spec", lambda name: None if name == "lightning" else name)
+    with pytest.raises(ValueError, match=r"this needs lightning, .*pip install 'sima-attn\[train\]'"):
+        sima("train")

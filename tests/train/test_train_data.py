@@ -1,0 +1,304 @@
+"""Every format gives the same samples; order and augmentation are functions of (seed, step); mistakes are named."""
+
+import io
+import json
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+from small_runs import ALL_ON, class_folders, picture, small_recipe
+
+from sima_attn.train.data import open_data
+from sima_attn.train.data.augment import crop_and_flip, erase, jitter_colours
+from sima_attn.train.data.cache import Cache, normalise
+from sima_attn.train.data.loader import (
+    BrokenImages,
+    Share,
+    batch_indices,
+    epoch_order,
+    evaluation_batches,
+    training_batches,
+)
+from sima_attn.train.data.sources import check_same_classes
+from sima_attn.train.recipes import Augment
+
+CPU = torch.device("cpu")
+
+
+def write_parquet(root, samples, names, split="train", row_group=3):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    images = pa.array([{"bytes": data, "path": f"{i}.png"} for i, (data, _) in enumerate(samples)])
+    table = pa.table({"image": images, "label": pa.array([label for _, label in samples])})
+    if names:
+        features = {"info": {"features": {"label": {"names": names, "_type": "ClassLabel"}}}}
+        table = table.replace_schema_metadata({b"huggingface": json.dumps(features).encode()})
+    root.mkdir(exist_ok=True)
+    pq.write_table(table, root / f"{split}-00000-of-00001.parquet", row_group_size=row_group)
+
+
+def write_tar(root, samples, split="train", shard=5):
+    root.mkdir(exist_ok=True)
+    for start in range(0, len(samples), shard):
+        with tarfile.open(root / f"{split}-{start:04d}.tar", "w") as tar:
+            for i, (data, label) in enumerate(samples[start : start + shard], start):
+                for name, content in ((f"{i:04d}.png", data), (f"{i:04d}.cls", str(label).encode())):
+                    member = tarfile.TarInfo(name)
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+
+
+@pytest.fixture
+def folders(tmp_path):
+    return class_folders(tmp_path / "folders")
+
+
+def encoded(folders, split):
+    root = folders / split
+    classes = sorted(p.name for p in root.iterdir())
+    return [(p.read_bytes(), k) for k, name in enumerate(classes) for p in sorted((root / name).iterdir())]
+
+
+@pytest.fixture(params=["folders", "parquet", "tar"])
+def any_format(request, folders, tmp_path):
+    if request.param == "folders":
+        return folders
+    for split in ("train", "val"):
+        if request.param == "parquet":
+            write_parquet(tmp_path / "parquet", encoded(folders, split), ["cat", "dog", "owl"], split)
+        else:
+            write_tar(tmp_path / "tar", encoded(folders, split), split)
+    (tmp_path / request.param / "classes.txt").write_text("cat\ndog\nowl\n")
+    return tmp_path / request.param
+
+
+def test_every_format_holds_the_same_samples(any_format, folders):
+    for split, count in (("train", 24), ("val", 12)):
+        source, truth = open_data(any_format, split), open_data(folders, split)
+        assert len(source) == len(truth) == count
+        assert source.classes == ["cat", "dog", "owl"]
+        assert source.labels.tolist() == truth.labels.tolist()
+        for i in range(count):
+            assert source.read(i).mode == "RGB"
+            assert np.array_equal(np.array(source.read(i)), np.array(truth.read(i)))
+
+
+def test_an_epoch_has_every_sample_once_and_another_order_each_time(any_format):
+    source = open_data(any_format)
+    first, second = epoch_order(source, 0, 0), epoch_order(source, 0, 1)
+    assert sorted(first) == sorted(second) == list(range(len(source)))
+    assert first.tolist() != second.tolist()
+    assert first.tolist() == epoch_order(source, 0, 0).tolist()
+    assert first.tolist() != epoch_order(source, 1, 0).tolist()
+
+
+def test_repeats_come_in_a_row_and_keep_the_length(folders):
+    order = epoch_order(open_data(folders), 0, 0, repeats=3)
+    assert len(order) == 24
+    assert len(set(order)) == 8
+    assert (order.reshape(8, 3) == order.reshape(8, 3)[:, :1]).all()
+
+
+def test_processes_and_parts_together_take_what_one_would(folders):
+    source = open_data(folders)
+
+    def steps(share):
+        flat = [indices for *_, indices in batch_indices(source, share, 0, start=1, stop=7)]
+        return [set(np.concatenate(flat[i : i + share.accumulate])) for i in range(0, len(flat), share.accumulate)]
+
+    whole = steps(Share(8))
+    assert len(whole) == 6
+    assert steps(Share(8, accumulate=4)) == whole
+    parts = [steps(Share(8, rank, world=2, accumulate=2)) for rank in (0, 1)]
+    assert [a | b for a, b in zip(*parts, strict=True)] == whole
+    assert all(not a & b for a, b in zip(*parts, strict=True))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_from_a_step_on_are_those_of_the_whole_run(folders, workers):
+    """Random augmentation and all: what a run that goes on sees, whatever the number of workers."""
+    source, recipe = open_data(folders), small_recipe(augment=ALL_ON)
+
+    def batches(start, workers):
+        settings = small_recipe(augment=ALL_ON, data={"workers": workers}).data
+        options = {"start": start, "stop": 5, "device": CPU, "broken": BrokenImages(source)}
+        return list(training_batches(source, Share(8), settings, recipe.augment, 0, **options))
+
+    whole = batches(0, 0)
+    assert len(whole) == 5
+    for (images, labels), (x, y) in zip(whole[3:], batches(3, workers), strict=True):
+        assert torch.equal(images, x)
+        assert torch.equal(labels, y)
+    assert not torch.equal(whole[0].images, whole[3].images)
+
+
+def test_the_cache_holds_what_evaluation_reads(folders):
+    source, data = open_data(folders, "val"), small_recipe().data
+    cache = Cache(source, data, CPU, broken=BrokenImages(source))
+    cached = torch.cat([normalise(x.float() / 255, data) for x, _ in cache.evaluation_batches(5)])
+    read = torch.cat([x for x, _ in evaluation_batches(source, data, 5, device=CPU, broken=BrokenImages(source))])
+    assert len(read) == 12
+    assert torch.allclose(cached, read, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "LA"])
+def test_other_kinds_of_images_become_rgb(folders, mode):
+    picture(99, mode=mode).save(folders / "train" / "cat" / "0.png")
+    assert open_data(folders).read(0).mode == "RGB"
+
+
+def break_images(folders, count, split="train"):
+    files = sorted((folders / split).rglob("*.png"))[:count]
+    for path in files:
+        path.write_bytes(path.read_bytes()[:40])
+    return files
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_broken_image_is_named_once_and_another_takes_its_place(tmp_path, cached):
+    folders = class_folders(tmp_path / "many", per_class=(101, 1), classes=("a", "b"))
+    (path,) = break_images(folders, 1)
+    source, said = open_data(folders), []
+    broken = BrokenImages(source, said.append)
+    settings = small_recipe().data
+    if cached:
+        batches = list(Cache(source, settings, CPU, broken=broken).batches(Share(50), 0, start=0, stop=12))
+    else:
+        options = {"start": 0, "stop": 12, "device": CPU, "broken": broken}
+        batches = list(training_batches(source, Share(50), settings, Augment(crop="none"), 0, **options))
+    assert all(len(labels) == 50 for _, labels in batches)
+    assert len(said) == 1
+    assert str(path) in said[0]
+
+
+def test_evaluation_leaves_a_broken_image_out(tmp_path):
+    folders = class_folders(tmp_path / "many", per_class=(1, 101), classes=("a",))
+    break_images(folders, 1, "val")
+    source = open_data(folders, "val")
+    data, said = small_recipe().data, []
+    read = evaluation_batches(source, data, 50, device=CPU, broken=BrokenImages(source, said.append))
+    assert sum(len(labels) for _, labels in read) == 100
+    cache = Cache(source, data, CPU, broken=BrokenImages(source, said.append))
+    assert sum(len(labels) for _, labels in cache.evaluation_batches(50)) == 100
+
+
+def test_too_many_broken_images_are_an_error(folders):
+    break_images(folders, 2)
+    source = open_data(folders)
+    with pytest.raises(ValueError, match=r"of 24 images cannot be read, more than 1%"):
+        Cache(source, small_recipe().data, CPU, broken=BrokenImages(source, lambda line: None))
+
+
+def test_wrong_folders_are_named(tmp_path, folders):
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        open_data(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="has no train images"):
+        open_data(tmp_path / "empty")
+    (tmp_path / "empty" / "train").mkdir()
+    with pytest.raises(ValueError, match="holds no class folders"):
+        open_data(tmp_path / "empty")
+    (tmp_path / "empty" / "train" / "cat").mkdir()
+    with pytest.raises(ValueError, match="holds no images"):
+        open_data(tmp_path / "empty")
+    with pytest.raises(ValueError, match="split is 'train' or 'val'"):
+        open_data(folders, "tests")
+    with pytest.raises(FileNotFoundError, match="is a file"):
+        open_data(folders / "train" / "cat" / "0.png")
+
+
+def test_classes_that_differ_between_train_and_val_are_named(folders):
+    (folders / "val" / "owl").rename(folders / "val" / "elk")
+    with pytest.raises(ValueError, match=r"only in train: owl; only in val: elk"):
+        check_same_classes(open_data(folders), open_data(folders, "val"))
+
+
+def test_labels_without_a_class_are_an_error(folders, tmp_path):
+    write_parquet(tmp_path / "p", encoded(folders, "train"), ["cat", "dog"])
+    with pytest.raises(ValueError, match=r"2 class names, but labels from 0 to 2: 8 labels have no class"):
+        open_data(tmp_path / "p")
+    write_tar(tmp_path / "t", encoded(folders, "train"))
+    (tmp_path / "t" / "classes.txt").write_text("cat\ndog\n")
+    with pytest.raises(ValueError, match=r"2 class names"):
+        open_data(tmp_path / "t")
+
+
+def test_a_tar_without_labels_and_one_that_is_none_are_named(tmp_path):
+    with tarfile.open(tmp_path / "train-0.tar", "w") as tar:
+        member = tarfile.TarInfo("a.png")
+        tar.addfile(member, io.BytesIO(b""))
+    with pytest.raises(ValueError, match=r"a in .*train-0\.tar has no label"):
+        open_data(tmp_path)
+    (tmp_path / "train-0.tar").write_bytes(b"nothing of the kind" * 100)
+    with pytest.raises(ValueError, match="no readable tar file"):
+        open_data(tmp_path)
+
+
+def test_a_batch_that_does_not_fit_is_an_error(folders):
+    with pytest.raises(ValueError, match=r"make it a multiple of 6"):
+        Share(8, world=3, accumulate=2)
+    with pytest.raises(ValueError, match=r"24 training images, fewer than run\.batch=32"):
+        next(batch_indices(open_data(folders), Share(32), 0, start=0, stop=1))
+
+
+def test_a_shift_moves_whole_pixels_and_nothing_else():
+    images = torch.rand(64, 3, 9, 9)
+    padded = torch.nn.functional.pad(images, (2, 2, 2, 2))
+    shifts = set()
+    for image, around, out in zip(
+        images, padded, crop_and_flip(images, Augment(crop="padded", padding=2, flip=0.0)), strict=True
+    ):
+        found = [
+            (y, x)
+            for y in range(5)
+            for x in range(5)
+            if torch.allclose(around[:, y : y + 9, x : x + 9], out, atol=1e-4)
+        ]
+        assert len(found) == 1
+        shifts |= set(found)
+        assert image.shape == out.shape
+    assert len(shifts) > 15
+
+
+def test_a_certain_flip_is_the_mirror_image_and_no_crop_is_the_image():
+    images = torch.rand(4, 3, 8, 8)
+    assert torch.allclose(crop_and_flip(images, Augment(crop="none", flip=1.0)), images.flip(3), atol=1e-5)
+    assert torch.equal(crop_and_flip(images, Augment(crop="none", flip=0.0)), images)
+    whole = Augment(crop="resized", scale=(1.0, 1.0), flip=0.0)
+    assert torch.allclose(crop_and_flip(torch.ones(4, 3, 8, 8), whole), torch.ones(4, 3, 8, 8), atol=1e-5)
+
+
+def test_a_random_crop_of_a_ramp_stays_within_it():
+    ramp = torch.linspace(0, 1, 16).expand(32, 3, 16, 16).contiguous()
+    out = crop_and_flip(ramp, Augment(crop="resized", scale=(0.1, 0.5), flip=0.0))
+    spread = out[:, 0, 8, -2] - out[:, 0, 8, 1]
+    assert (spread > 0).all()
+    assert (spread < 0.95).all()
+    assert spread.std() > 0.01
+
+
+def test_erasing_fills_one_box_an_image_with_noise():
+    images = torch.full((200, 3, 16, 16), 7.0)
+    changed = (erase(images, 1.0) != 7).all(1)  # [B, S, S]
+    share = changed.float().mean((1, 2))
+    assert share.min() > 0
+    assert 0.1 < share.mean() < 0.3
+    boxes = changed.any(2).sum(1) * changed.any(1).sum(1)
+    assert torch.equal(boxes, changed.sum((1, 2)))
+    assert torch.equal(erase(images, 0.0), images)
+
+
+def test_jitter_leaves_the_range_and_no_strength_the_image():
+    images = torch.rand(16, 3, 8, 8)
+    out = jitter_colours(images, 0.4)
+    assert (out >= 0).all()
+    assert (out <= 1).all()
+    assert not torch.allclose(out, images)
+    assert torch.allclose(jitter_colours(images, 0.0), images, atol=1e-6)
+
+
+def test_digits_are_split_by_class():
+    train, val = open_data("digits"), open_data("digits", "val")
+    assert len(train) + len(val) == 1797
+    shares = np.bincount(val.labels) / (np.bincount(val.labels) + np.bincount(train.labels))
+    assert np.all(np.abs(shares - 0.2) < 0.01)
