@@ -73,6 +73,7 @@ def candidates(kernel: str, problem: Problem) -> list[Tile]:
 
 
 _chosen: dict[tuple, Tile] = {}
+forced: dict[str, Tile] = {}  # a kernel's name -> the tile it must take; benchmarks/tune_tiles.py tries them so
 
 
 def launch_with_best_tile(kernel: str, problem: Problem, device: torch.device, launch: Callable[[Tile], None]) -> None:
@@ -80,7 +81,7 @@ def launch_with_best_tile(kernel: str, problem: Problem, device: torch.device, l
     # Sizes between two powers of two share a choice, so that a new image size does not search again.
     like = problem._replace(tokens=triton.next_power_of_2(problem.tokens), heads=0)
     key = (kernel, like, device)
-    tile = _chosen.get(key)
+    tile = forced.get(kernel) or _chosen.get(key)
     if tile is None:
         tile = _chosen[key] = _choose(candidates(kernel, problem), device, launch)
     launch(tile)

@@ -1,0 +1,113 @@
+"""Times the Triton kernels with many tiles, on the GPU that is here: how the table in ops/triton_tuning.py was found.
+
+    python benchmarks/tune_tiles.py --out tiles.csv            # all shapes, several minutes
+    python benchmarks/tune_tiles.py --kernel forward_head --shape 256,196,6,64
+
+Tiles are compiled by all cores first, then timed one after the other. The best ones are printed, all are written.
+"""
+
+import argparse
+import csv
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from sima_attn.bench.cuda_timing import time_graphs
+from sima_attn.ops import triton_launch, triton_tuning
+from sima_attn.ops.triton_tuning import Tile
+
+SHAPES = {
+    "forward_head": ["256,196,6,64", "256,196,8,48", "32,196,6,64", "1,196,6,64", "256,64,3,64", "256,128,6,64",
+                     "512,64,6,64", "128,256,6,64", "64,512,6,64", "32,1024,6,64"],
+    "outer_products": ["8,4096,6,64", "8,9216,6,64", "1,36864,6,64", "16,2048,6,64"],
+    "apply_forward": ["8,4096,6,64", "8,9216,6,64", "1,36864,6,64", "16,2048,6,64"],
+    "backward_head": ["256,196,6,64", "256,196,8,48", "256,64,3,64"],
+    "apply_backward": ["32,1024,6,64", "8,4096,6,64", "8,9216,6,64"],
+}  # fmt: skip
+ROWS, WARPS, STAGES, REGISTERS, TILES = (
+    (16, 32, 64, 128, 256),
+    (1, 2, 4, 8),
+    (1, 2, 3, 4),
+    (None, 96, 128, 168),
+    (1, 2, 4, 8),
+)
+
+
+def tiles(kernel: str, tokens: int) -> list[Tile]:
+    """A grid of tiles, without those that cannot be good."""
+    many = TILES if kernel.startswith("apply") else (4,)
+    registers = REGISTERS if kernel.endswith("head") else (None,)
+    return [
+        Tile(rows, warps, stages, tiles=count, registers=limit)
+        for rows, warps, stages, count, limit in itertools.product(ROWS, WARPS, STAGES, many, registers)
+        if rows <= max(16, 2 * tokens)
+        and 16 <= rows // warps <= 64
+        and (stages == 1) == (tokens <= rows)
+        and rows * stages <= 384
+    ]
+
+
+def runner(kernel: str, shape: str):
+    """What calls the kernel at a shape."""
+    B, N, H, D = map(int, shape.split(","))
+    qkv = torch.randn(B, N, 3, H, D, device="cuda", dtype=torch.bfloat16)
+    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+    o, do = (torch.randn(B, N, H, D, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(2))
+    options = triton_launch.Options(None, None, None, 1.0, 1e-12)
+    if "backward" not in kernel:
+        return lambda: triton_launch.forward(q, k, v, o, options, order="kv", keep=False)
+    state, norms = triton_launch.forward(q, k, v, o, options, order="kv", keep=True)
+    grads = torch.empty_like(qkv).permute(2, 0, 3, 1, 4).unbind(0)
+    return lambda: triton_launch.backward((q, k, v, do, *grads), state, norms, options)
+
+
+def main() -> None:
+    """Compile, time, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kernel", choices=SHAPES, action="append", help="repeat for several; default: all")
+    parser.add_argument("--shape", action="append", help="B,N,H,D; repeat for several; default: those of the kernel")
+    parser.add_argument("--out", type=Path, help="CSV file for all times")
+    parser.add_argument("--compile-share", help=argparse.SUPPRESS)  # i/n: what one of n processes compiles
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("this needs a CUDA device")
+    share, shares = map(int, (arguments.compile_share or "0/1").split("/"))
+    compiling = arguments.compile_share is not None
+    if not compiling:
+        cores = os.cpu_count() or 1
+        command = [sys.executable, *sys.argv, "--compile-share"]
+        for process in [subprocess.Popen([*command, f"{i}/{cores}"]) for i in range(cores)]:
+            process.wait()
+
+    rows, number = [], 0
+    for kernel in arguments.kernel or SHAPES:
+        for shape in arguments.shape or SHAPES[kernel]:
+            call, timed = None, []
+            for tile in tiles(kernel, int(shape.split(",")[1])):
+                number += 1
+                if number % shares != share:
+                    continue
+                call = call or runner(kernel, shape)
+                triton_tuning.forced[kernel] = tile
+                try:
+                    call()
+                    if not compiling:
+                        timed.append((time_graphs({"": call}, seconds=0.01, least_samples=5)[""].p50 * 1e6, tile))
+                except triton_tuning.triton.runtime.errors.OutOfResources:
+                    continue
+            triton_tuning.forced.clear()
+            timed.sort(key=lambda pair: pair[0])
+            rows += [[kernel, shape, round(us, 2), *tile] for us, tile in timed]
+            for us, tile in timed[:4]:
+                print(f"{kernel:15} {shape:14} {us:7.1f} us  {tile}", flush=True)
+    if arguments.out and not compiling:
+        with open(arguments.out, "w", newline="") as file:
+            csv.writer(file).writerows([["kernel", "shape", "us", *Tile._fields], *rows])
+
+
+if __name__ == "__main__":
+    main()
