@@ -109,6 +109,12 @@ def sign(x):
 
 
 @triton.jit
+def pull_of(t, norm, eps):
+    """What the gradient of x is pulled by through its norm: t / |x|_1, nothing where the norm is held at eps."""
+    return tl.where(norm >= eps, t / tl.maximum(norm, eps), 0.0)
+
+
+@triton.jit
 def matrix_offsets(rows, columns, DV: tl.constexpr):
     return rows[:, None] * DV + columns[None, :]
 
@@ -225,8 +231,8 @@ def backward_head(
             a += raw_product(tl.trans(q_tile), do_tile, PRECISION)
 
     t = tl.sum(a * w, axis=1)  # [BLOCK_D]
-    pull_q = tl.where(norm_q >= eps, t / norm_q, 0.0)
-    pull_k = tl.where(norm_k >= eps, t / norm_k, 0.0)
+    pull_q = pull_of(t, norm_q, eps)
+    pull_k = pull_of(t, norm_k, eps)
     z = a * folded_scale(norm_q, norm_k, load_gain(gain, gains, b, GAIN_BY_IMAGE), eps)[:, None]
     if WHOLE:
         store_tile(dq, product(do_tile, tl.trans(w), PRECISION) - sign(q_tile) * pull_q[None, :], n, N, dq_n, d, D)
@@ -367,8 +373,8 @@ def finish_backward(
     a = tl.reshape(a, [ROWS, BLOCK_V])
     t = tl.sum(a * tl.load(state + matrix + offsets, mask=inside, other=0.0), axis=1)
     tl.store(z + matrix + offsets, a * s[:, None], mask=inside)
-    tl.store(pulls + head * D + d, tl.where(norm_q >= eps, t / norm_q, 0.0), mask=d < D)
-    tl.store(pulls + (heads + head) * D + d, tl.where(norm_k >= eps, t / norm_k, 0.0), mask=d < D)
+    tl.store(pulls + head * D + d, pull_of(t, norm_q, eps), mask=d < D)
+    tl.store(pulls + (heads + head) * D + d, pull_of(t, norm_k, eps), mask=d < D)
 
 
 @triton.jit
@@ -538,8 +544,8 @@ def attend_backward(
     store_tile(dv, product(tl.trans(weights), do_tile, PRECISION), m, M, dv_n, e, DV)
     grad_q = product(grad_weights, k_tile, PRECISION) * s[None, :]
     t = tl.sum(grad_q * q_tile, axis=0)
-    pull_q = tl.where(norm_q >= eps, t / norm_q, 0.0)
-    pull_k = tl.where(norm_k >= eps, t / norm_k, 0.0)
+    pull_q = pull_of(t, norm_q, eps)
+    pull_k = pull_of(t, norm_k, eps)
     store_tile(dq, grad_q - sign(q_tile) * pull_q[None, :], n, N, dq_n, d, D)
     grad_k = product(tl.trans(grad_weights), scaled, PRECISION) - sign(k_tile) * pull_k[None, :]
     store_tile(dk, grad_k, m, M, dk_n, d, D)
