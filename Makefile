@@ -10,7 +10,7 @@ READY := .venv/.ready
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(READY) ## compare every attention on this machine (under a minute), figure under runs/demo/
+demo: $(READY) ## train SimA and its softmax twin on digits (about a minute), figures under runs/demo/
 	.venv/bin/sima demo
 
 test: $(READY) ## the whole test suite
@@ -33,7 +33,7 @@ clean: ## remove the environment and everything runs have left
 
 # The stamp is newer than pyproject.toml when the environment is up to date: then nothing is asked of uv.
 $(READY): pyproject.toml | $(UV)
-	$(UV) sync --extra plots --extra hf --extra onnx --extra train --extra data --group dev
+	$(UV) sync --extra plots --extra hf --extra onnx --extra train --extra data --extra detection --extra serve --group dev
 	@touch $@
 
 .tools/uv/bin/uv:

@@ -40,13 +40,30 @@ def test_help_needs_neither_torch_nor_matplotlib():
     assert done.returncode == 0, done.stderr
 
 
-def test_demo_prints_a_table_and_saves_rows_and_figure(tmp_path, monkeypatch):
+def test_demo_compares_the_twins_and_ends_with_photos_or_a_sentence(tmp_path, monkeypatch):
+    brief = ("schedule.epochs=2", "schedule.warmup_epochs=1", "model.kwargs.depth=1")
+    train = demo.train_twins
+    monkeypatch.setattr(demo, "train_twins", lambda out, **options: train(out, changes=brief, quiet=True, **options))
+    output = sima("demo", "--out", str(tmp_path))
+    assert {"sima", "softmax", "twins.csv", "twins.png"} == {p.name for p in tmp_path.iterdir()}
+    assert "1,536" in output  # 6 heads, 16 tokens
+    from sima_attn.explain.subject import shipped_models
+
+    assert ("chelsea (a cat)" if shipped_models() else "No trained weights come with this version") in output
+
+
+def test_demo_attentions_prints_a_table_and_saves_rows_and_figure(tmp_path, monkeypatch):
     run = demo.run_demo
     monkeypatch.setattr(demo, "run_demo", lambda **options: run(tokens=(49, 196), **options))
-    output = sima("demo", "--out", str(tmp_path), "--seconds", "0")
+    output = sima("demo", "--attentions", "--out", str(tmp_path), "--seconds", "0")
     assert "sima" in output
     assert "qk at N = 49, kv at N = 196" in output
     assert {p.name for p in tmp_path.iterdir()} == {"rows.csv", "time_against_tokens.png"}
+
+
+def test_demo_takes_no_seconds_where_they_mean_nothing(tmp_path):
+    result = runner.invoke(cli.app, ["demo", "--out", str(tmp_path), "--seconds", "1"])
+    assert "--seconds is for --attentions" in str(result.exception)
 
 
 def test_bench_table_prints_the_committed_rows():

@@ -12,7 +12,10 @@ from sima_attn._version import __version__
 
 if TYPE_CHECKING:
     from sima_attn.conversion import ConversionReport, convert
+    from sima_attn.explain import heatmap
     from sima_attn.export import AuditReport, assert_exp_free, audit
+    from sima_attn.export.onnx import export_onnx
+    from sima_attn.export.quantize import quantize_onnx
     from sima_attn.models import load_official, save_official
     from sima_attn.nn import (
         ATTENTIONS,
@@ -42,7 +45,10 @@ __all__ = [
     "choose_order",
     "convert",
     "create_attention",
+    "export_onnx",
+    "heatmap",
     "load_official",
+    "quantize_onnx",
     "save_official",
     "sima_attention",
 ]
@@ -51,6 +57,9 @@ _HOMES = {
     "sima_attn.ops": ("ExpCounter", "SimaAccumulator", "choose_order", "sima_attention"),
     "sima_attn.models": ("load_official", "save_official"),
     "sima_attn.conversion": ("ConversionReport", "convert"),
+    "sima_attn.explain": ("heatmap",),
+    "sima_attn.export.onnx": ("export_onnx",),
+    "sima_attn.export.quantize": ("quantize_onnx",),
     "sima_attn.export": ("AuditReport", "assert_exp_free", "audit"),
 }
 

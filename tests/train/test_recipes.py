@@ -20,7 +20,7 @@ from sima_attn.train.recipes import (
 )
 from sima_attn.train.run import RunFolder
 
-PAPER = [name for name in RECIPES if name not in ("digits", "tiny_imagenet")]
+PAPER = [name for name in RECIPES if name not in ("digits", "tiny_imagenet", "shipped")]
 
 
 @pytest.mark.parametrize("name", RECIPES)

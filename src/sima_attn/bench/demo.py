@@ -1,12 +1,18 @@
-"""Every attention of the registry on this machine: is it right, what does it cost, how fast is it?"""
+"""What `sima demo` shows: two twins trained on the digits, one word apart; and every attention on this machine."""
 
+from __future__ import annotations
+
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from sima_attn.bench.figures import check_can_plot
 from sima_attn.bench.rows import cpu_name, today
+from sima_attn.bench.tables import TextTable
 from sima_attn.bench.timing import time_interleaved
 from sima_attn.nn import ATTENTIONS, Attention, create_attention
 from sima_attn.ops import AttentionShape, ExpCounter
@@ -14,6 +20,121 @@ from sima_attn.ops import AttentionShape, ExpCounter
 HEADS, CHANNELS = 3, 64  # DeiT-Tiny's
 TOKENS = (49, 196, 784, 2304, 4096)  # square grids, for the attentions that need one
 COUNTED_TOKENS = 196  # 224 x 224 pixels in patches of 16
+TWINS = ("sima", "softmax")
+
+
+@dataclass(frozen=True)
+class TwinRow:
+    """One of the twins: accuracy on the test digits, time of its training, exp-like evaluations for one image."""
+
+    attention: str
+    params: int
+    epochs: int
+    top1: float
+    seconds: float
+    attention_exps: int
+    other_exps: int
+    threads: int
+    device: str
+    torch: str
+    date: str
+
+
+def train_twins(
+    out: Path,
+    *,
+    changes: Sequence[str] = (),
+    quiet: bool = False,
+    on_twin: Callable[[str], object] = lambda attention: None,
+) -> list[TwinRow]:
+    """Train the recipe `digits` with SimA and with softmax, each in a folder of its own under `out`.
+
+    `changes` are changes of the recipe, as `--set` takes them. A demo that was there before is replaced.
+    """
+    from sima_attn.train.recipes import named_recipe, with_overrides
+
+    rows = []
+    for attention in TWINS:
+        recipe = with_overrides(named_recipe("digits"), [*changes, f"model.attention={attention}"])
+        if (out / attention / "recipe.yaml").exists():
+            shutil.rmtree(out / attention)
+        on_twin(attention)
+        rows.append(_train_twin(recipe, out / attention, quiet))
+    return rows
+
+
+def _train_twin(recipe, folder: Path, quiet: bool) -> TwinRow:
+    from sima_attn.export import audit
+    from sima_attn.train.classify import train_classifier
+    from sima_attn.train.evaluate import load_trained
+
+    finished = train_classifier(recipe, folder, device="cpu", quiet=quiet)
+    report = audit(load_trained(folder).model, recipe.data.size)
+    return TwinRow(
+        attention=recipe.model.attention,
+        params=report.params,
+        epochs=recipe.schedule.epochs,
+        top1=round(finished.metrics["top1"], 2),
+        seconds=round(finished.seconds, 1),
+        attention_exps=report.attention_exps or 0,
+        other_exps=report.other_exps or 0,
+        threads=recipe.run.threads,
+        device=cpu_name(),
+        torch=torch.__version__,
+        date=today(),
+    )
+
+
+def twins_table(rows: Sequence[TwinRow]) -> TextTable:
+    """The twins beside each other."""
+    header = ["attention", "test accuracy", "training", "exp() an image, attention", "elsewhere", "parameters"]
+    lines = [
+        [
+            row.attention,
+            f"{row.top1:.1f} %",
+            f"{row.seconds:.0f} s",
+            f"{row.attention_exps:,}",
+            f"{row.other_exps:,}",
+            f"{row.params:,}",
+        ]
+        for row in rows
+    ]
+    return TextTable(header, lines, bold={i for i, row in enumerate(rows) if row.attention == "sima"})
+
+
+def plot_twins(rows: Sequence[TwinRow], out: Path, path: Path) -> None:
+    """Accuracy against epochs, training time and exp() calls of the twins, from their rows and logs under `out`."""
+    check_can_plot()
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    from sima_attn.train.logs import read_log
+
+    colours = {"sima": "crimson", "softmax": "black"}
+    figure, (curves, times, exps) = plt.subplots(1, 3, figsize=(12, 4), layout="constrained", width_ratios=(2, 1, 1))
+    for row in rows:
+        log = read_log(out / row.attention / "eval.csv")
+        label = f"{row.attention}: {row.top1:.1f} % at the end"
+        epochs, top1 = [float(r["epoch"]) for r in log], [float(r["top1"]) for r in log]
+        curves.plot(epochs, top1, color=colours[row.attention], label=label)
+    curves.set_xlabel("epoch")
+    curves.set_ylabel("accuracy on the test digits, %")
+    curves.grid(alpha=0.3)
+    curves.legend(frameon=False, loc="lower right")
+    names = [row.attention for row in rows]
+    for axes, values, title, text in (
+        (times, [row.seconds for row in rows], "training, seconds", "{:.0f} s"),
+        (exps, [row.attention_exps + row.other_exps for row in rows], "exp() an image", "{:,}"),
+    ):
+        bars = axes.bar(names, values, color=[colours[name] for name in names])
+        axes.bar_label(bars, [text.format(value) for value in values])
+        axes.set_title(title)
+    figure.suptitle(f"The same recipe, one word changed. {rows[0].threads} thread, {rows[0].device}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
 
 
 @dataclass(frozen=True)

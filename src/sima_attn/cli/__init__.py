@@ -8,7 +8,20 @@ from rich.console import Console
 from rich.markup import escape
 
 from sima_attn._version import __version__
-from sima_attn.cli import bench, demo, models, train
+from sima_attn.cli import (
+    bench,
+    bench_edge,
+    classify,
+    demo,
+    detect,
+    explain,
+    export,
+    models,
+    reproduce,
+    selfsupervised,
+    serve,
+    train,
+)
 from sima_attn.cli._shared import console
 
 app = typer.Typer(
@@ -22,6 +35,15 @@ app = typer.Typer(
 app.add_typer(demo.app)
 app.add_typer(models.app)
 app.add_typer(train.app)
+app.add_typer(selfsupervised.app)
+app.add_typer(explain.app)
+app.add_typer(explain.group, name="explain")
+app.add_typer(serve.app)
+app.add_typer(classify.app)
+app.add_typer(reproduce.app, name="reproduce")
+app.add_typer(detect.app, name="detect")
+app.add_typer(export.app)
+bench.app.add_typer(bench_edge.app)
 app.add_typer(bench.app, name="bench")
 
 

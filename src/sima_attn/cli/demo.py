@@ -5,17 +5,79 @@ from typing import Annotated
 
 import typer
 
-from sima_attn.cli._shared import Seconds, console, print_table, progress_bar
+from sima_attn.cli._shared import console, print_table, progress_bar
 
 app = typer.Typer()
+PHOTOS = {"a cat": "chelsea", "a cup of coffee": "coffee"}  # of scikit-image, in its package
 
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the rows and the figure.")] = Path("runs/demo"),
-    seconds: Seconds = 3.0,
+    out: Annotated[Path, typer.Option(help="Folder for the runs, rows and figures.")] = Path("runs/demo"),
+    attentions: Annotated[
+        bool, typer.Option("--attentions", help="Compare every attention instead: parity, exp(), MACs, speed.")
+    ] = False,
+    seconds: Annotated[
+        float | None, typer.Option(help="With --attentions, time for each number of tokens.", min=0.0, show_default="3")
+    ] = None,
 ) -> None:
-    """Compare every attention on this machine: parity, exp() calls, MACs, speed against softmax."""
+    """Train a transformer without exp() and its softmax twin on digits, compare them, classify two photos."""
+    if attentions:
+        compare_attentions(out, 3.0 if seconds is None else seconds)
+        return
+    if seconds is not None:
+        raise ValueError("--seconds is for --attentions: training takes the time it takes")
+    from sima_attn.cli.train import check_installed
+
+    check_installed()
+    compare_twins(out)
+    classify_two_photos()
+
+
+def compare_twins(out: Path) -> None:
+    """Train both on the digits; print them side by side, and leave rows, curves and a figure."""
+    from sima_attn.bench.demo import plot_twins, train_twins, twins_table
+    from sima_attn.bench.figures import check_can_plot
+    from sima_attn.bench.rows import write_rows
+
+    check_can_plot()
+    rows = train_twins(
+        out, on_twin=lambda name: console.print(f"Training a vision transformer with {name} attention on 8x8 digits.")
+    )
+    figure = out / "twins.png"
+    write_rows(out / "twins.csv", rows)
+    plot_twins(rows, out, figure)
+    print_table(twins_table(rows), title="The same recipe, one word changed", caption=f"one thread, {rows[0].device}")
+    curves = ", ".join(str(out / row.attention / "learning_curve.png") for row in rows)
+    console.print(f"Figure: {figure}\nCurves: {curves}\nRows:   {out / 'twins.csv'}", highlight=False, soft_wrap=True)
+
+
+def classify_two_photos() -> None:
+    """The shipped model on two of scikit-image's photos; a sentence where there is none."""
+    from importlib.util import find_spec
+
+    from PIL import Image
+
+    from sima_attn.cli.classify import print_classes, top_classes, trained_subject
+    from sima_attn.explain.subject import shipped_models
+
+    if not shipped_models():
+        console.print("No trained weights come with this version, so there are no photos to classify yet.")
+        return
+    if find_spec("skimage") is None:
+        console.print("The photos are scikit-image's, which is not installed: pip install 'sima-attn\\[data]'")
+        return
+    from skimage import data
+
+    subject = trained_subject(None)
+    console.print(f"{subject.name}, a SimA model of this package, on two photos of scikit-image:", highlight=False)
+    for what, name in PHOTOS.items():
+        photo = Image.fromarray(getattr(data, name)())
+        print_classes(f"{name} ({what})", top_classes(subject, photo, 5))
+
+
+def compare_attentions(out: Path, seconds: float) -> None:
+    """Every attention of the registry on this machine, as rows, a figure and a table."""
     from sima_attn.bench.demo import COUNTED_TOKENS, TOKENS, run_demo
     from sima_attn.bench.figures import check_can_plot, plot_time_against_tokens
     from sima_attn.bench.rows import write_rows

@@ -116,9 +116,12 @@ def eval_command(
 
 @app.command("recipes")
 def recipes_command() -> None:
-    """The recipes that `sima train` knows."""
+    """The recipes that `sima train` and `sima dino` know."""
+    from sima_attn.train.dino_recipes import DINO_RECIPES
     from sima_attn.train.recipes import RECIPES
 
-    for name, make in RECIPES.items():
-        about = (make.__doc__ or "").strip().splitlines()[0]
-        console.print(f"[bold]{name:<18}[/bold]{about}", highlight=False)
+    for command, recipes in (("sima train", RECIPES), ("sima dino", DINO_RECIPES)):
+        console.print(f"{command} --recipe", highlight=False)
+        for name, make in recipes.items():
+            about = (make.__doc__ or "").strip().splitlines()[0]
+            console.print(f"  [bold]{name:<18}[/bold]{about}", highlight=False, soft_wrap=True)

@@ -10,6 +10,7 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import generate_default_cfgs, register_model
 from torch import nn
 
+from sima_attn.models.pretrained import shipped_cfg
 from sima_attn.nn import Attention, attention_class
 
 
@@ -46,11 +47,9 @@ def register_family(
 
 def _entry(name: str, size: Mapping[str, Any], build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     def create(pretrained: bool = False, **kwargs) -> nn.Module:
-        if pretrained and not (kwargs.get("pretrained_cfg_overlay") or {}).get("file"):
-            raise ValueError(
-                f"there are no published weights for {name}: use pretrained=False, or give weights of your own with "
-                "pretrained_cfg_overlay=dict(file=path)"
-            )
+        overlay = kwargs.get("pretrained_cfg_overlay") or {}
+        if pretrained and not overlay.get("file"):
+            kwargs["pretrained_cfg_overlay"] = {**shipped_cfg(name), **overlay}
         return build(name, pretrained=pretrained, **{**size, **kwargs})
 
     return create

@@ -211,9 +211,16 @@ class SimAttention(Attention):
         plain = isinstance(self.q_norm, nn.Identity) and isinstance(self.k_norm, nn.Identity)
         return plain and self.norm_over_tokens == "l1"
 
-    def core(self, q: Tensor, k: Tensor, v: Tensor, token_mask: Tensor | None = None) -> Tensor:
+    def core(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        token_mask: Tensor | None = None,
+        key_mask: Tensor | None = None,  # where the keys are other tokens than the queries, as in CvT
+    ) -> Tensor:
         options: dict[str, Any] = {
-            "key_mask": token_mask,
+            "key_mask": token_mask if key_mask is None else key_mask,
             "query_mask": token_mask,
             "token_ref": self.token_ref,
             "eps": self.eps,

@@ -78,4 +78,5 @@ class SimClassAttention(nn.Module):
         return Cost(shape, macs=shape.heads * one_row, exps=0, scratch=shape.heads * (shape.N + 2 * shape.D))
 
     def extra_repr(self) -> str:
-        return f"dim={self.num_heads * self.head_dim}, num_heads={self.num_heads}, eps={self.eps:g}"
+        sizes = f"dim={self.num_heads * self.head_dim}, num_heads={self.num_heads}"
+        return f"{sizes}, token_ref={self.token_ref}, eps={self.eps:g}"

@@ -211,10 +211,10 @@ def train_classifier(
     recipes.check(recipe)
     folder = RunFolder(Path(out))
     fabric = start_fabric(device, recipe.run.precision)
-    with _threads(recipe.run.threads), RunProgress(shown=fabric.is_global_zero and not quiet) as progress:
+    with cpu_threads(recipe.run.threads), RunProgress(shown=fabric.is_global_zero and not quiet) as progress:
         if fabric.is_global_zero:
             folder.check(recipe, resume=resume)
-        plots = _can_plot(progress)
+        plots = will_plot(progress)
         task = Classification(recipe, fabric, progress)
         if fabric.is_global_zero and not resume:
             folder.write_recipe(recipe)  # after the data were opened: wrong ones leave no folder behind
@@ -233,7 +233,8 @@ def train_classifier(
 
 
 @contextlib.contextmanager
-def _threads(count: int) -> Iterator[None]:
+def cpu_threads(count: int) -> Iterator[None]:
+    """Within it torch has so many CPU threads; 0 leaves its own choice."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:
@@ -242,7 +243,7 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _can_plot(progress: RunProgress) -> bool:
+def will_plot(progress: RunProgress) -> bool:
     """Whether there will be a learning curve; said before the run, which does not depend on it."""
     try:
         check_can_plot()

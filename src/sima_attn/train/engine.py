@@ -26,7 +26,7 @@ from sima_attn.train.checkpoint import load_newest, save_checkpoint
 from sima_attn.train.data.loader import seed_everything
 from sima_attn.train.logs import CsvLog, TensorBoard
 from sima_attn.train.progress import RunProgress
-from sima_attn.train.recipes import Optim, Run, Schedule
+from sima_attn.train.recipes import Optim, Run, Schedule, StepSchedule
 from sima_attn.train.run import RunFolder
 
 PRECISION = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
@@ -67,12 +67,23 @@ class Task(ABC):
     def before_step(self, step: int, groups: list[dict[str, Any]]) -> None:  # noqa: B027
         """Called with the optimiser's groups, their learning rates set, e.g. to schedule the weight decay."""
 
+    def after_backward(self, step: int) -> None:  # noqa: B027
+        """Called with the gradients of a step complete and unscaled, e.g. to leave some of them out."""
+
     def after_step(self, step: int) -> None:  # noqa: B027
         """Called after each optimiser step with the number of steps made, e.g. to move a teacher."""
 
     def state(self) -> dict[str, nn.Module]:
         """Further modules to keep in checkpoints, by name: a teacher, a centre."""
         return {}
+
+
+class NonFiniteError(ValueError):
+    """A loss or gradient that is not finite; `step` counts from 1."""
+
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message)
+        self.step = step
 
 
 class Finished(NamedTuple):
@@ -89,7 +100,7 @@ class Settings:
     """The parts of a recipe that the loop reads."""
 
     optim: Optim
-    schedule: Schedule
+    schedule: Schedule | StepSchedule
     run: Run
 
 
@@ -133,6 +144,40 @@ def fit(
     return _Loop(task, settings, folder, fabric, progress, dict(about or {})).run_to_the_end()
 
 
+class StepRates:
+    """Learning rates that fall in steps; the same calls as timm's schedulers."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, schedule: StepSchedule, steps_per_epoch: int) -> None:
+        self.optimizer, self.rates = optimizer, [group["lr"] for group in optimizer.param_groups]
+        self.schedule, self.steps_per_epoch = schedule, steps_per_epoch
+
+    def step_update(self, step: int) -> None:
+        """Set the learning rates of a step."""
+        factor = self.schedule.factor(step, self.steps_per_epoch)
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate * factor
+
+
+def learning_rates(
+    optimizer: torch.optim.Optimizer, schedule: Schedule | StepSchedule, lr: float, steps_per_epoch: int
+) -> Any:
+    """What sets the learning rates of each step, by `step_update(step)`."""
+    if isinstance(schedule, StepSchedule):
+        return StepRates(optimizer, schedule, steps_per_epoch)
+    scheduler, _ = create_scheduler_v2(
+        optimizer,
+        sched="cosine",
+        num_epochs=schedule.epochs,
+        warmup_epochs=schedule.warmup_epochs,
+        warmup_lr=min(schedule.warmup_lr, lr),
+        min_lr=min(schedule.min_lr, lr),
+        cooldown_epochs=schedule.cooldown_epochs,
+        step_on_epochs=False,
+        updates_per_epoch=steps_per_epoch,
+    )
+    return scheduler
+
+
 class _Loop:
     def __init__(
         self,
@@ -161,17 +206,7 @@ class _Loop:
             betas=self.optim.betas,
             eps=self.optim.eps,
         )
-        self.scheduler, _ = create_scheduler_v2(
-            optimizer,
-            sched="cosine",
-            num_epochs=self.schedule.epochs,
-            warmup_epochs=self.schedule.warmup_epochs,
-            warmup_lr=min(self.schedule.warmup_lr, lr),
-            min_lr=min(self.schedule.min_lr, lr),
-            cooldown_epochs=self.schedule.cooldown_epochs,
-            step_on_epochs=False,
-            updates_per_epoch=task.steps_per_epoch,
-        )
+        self.scheduler = learning_rates(optimizer, self.schedule, lr, task.steps_per_epoch)
         task.model.to(fabric.device)
         for kept in task.state().values():
             kept.to(fabric.device)
@@ -262,6 +297,7 @@ class _Loop:
             self.stop_at_non_finite_loss(mine)
         if self.run.precision != "fp16" and not math.isfinite(means["grad_norm"]):
             self.stop_at_non_finite_gradient()  # fp16's scaler leaves out such steps, which it causes by design
+        self.task.after_backward(self.step)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
@@ -334,7 +370,8 @@ class _Loop:
             if not _finite(loss):
                 culprit = where
                 break
-        raise ValueError(f"the loss of step {self.step + 1} is not finite: {culprit}. {self.what_is_left()}")
+        message = f"the loss of step {self.step + 1} is not finite: {culprit}. {self.what_is_left()}"
+        raise NonFiniteError(message, self.step + 1)
 
     def stop_at_non_finite_gradient(self) -> None:
         names = [
@@ -342,9 +379,10 @@ class _Loop:
             for name, p in self.task.model.named_parameters()
             if p.grad is not None and not torch.isfinite(p.grad).all()
         ]
-        raise ValueError(
+        raise NonFiniteError(
             f"the gradient of step {self.step + 1} is not finite, its loss is: {names[0] if names else 'its norm'} "
-            f"and {max(0, len(names) - 1)} other parameters. {self.what_is_left()}"
+            f"and {max(0, len(names) - 1)} other parameters. {self.what_is_left()}",
+            self.step + 1,
         )
 
     def what_is_left(self) -> str:

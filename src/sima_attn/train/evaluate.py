@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sima_attn.models.pretrained import weights_file
 from sima_attn.train import recipes
 from sima_attn.train.checkpoint import checkpoints, load_checkpoint
 from sima_attn.train.classify import build_model
@@ -107,13 +108,18 @@ def load_trained(what: str | Path, *, ema: bool = False, num_classes: int | None
     if ema:
         raise ValueError("average weights are in checkpoints; a registered model has none")
     kwargs: dict[str, Any] = {} if num_classes is None else {"num_classes": num_classes}
-    model: Any = timm.create_model(str(what), **kwargs)
+    # A model that comes with weights is meant with them.
+    model: Any = timm.create_model(str(what), pretrained=weights_file(str(what)).is_file(), **kwargs)
     cfg = model.pretrained_cfg
     data = Data("", size=cfg["input_size"][-1], mean=cfg["mean"], std=cfg["std"], workers=0)
     return Loaded(model, data, None)
 
 
 def _loaded(about: dict[str, Any], weights: dict[str, Tensor]) -> Loaded:
+    if "classes" not in about:
+        raise ValueError(
+            "this run has no classes to be right about, as those of `sima dino`; use `sima knn` or `linear`"
+        )
     recipe = recipes.from_dict(recipes.Recipe, about["recipe"])
     model = build_model(recipe.model, len(about["classes"]))
     model.load_state_dict(weights)

@@ -1,0 +1,366 @@
+"""Whole models as ONNX files on this processor: each twin against SimA, in every runtime, in float32 and int8.
+
+Weights and images are random: they decide neither the time nor the memory. Accuracy is `sima quantize`'s to tell.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sima_attn._errors import unknown_name
+from sima_attn._files import written_whole
+from sima_attn.bench.figures import check_can_plot
+from sima_attn.bench.rows import cpu_name, today
+from sima_attn.bench.tables import TextTable
+from sima_attn.bench.timing import time_interleaved
+from sima_attn.export import runtimes
+from sima_attn.export.audit_model import audit
+from sima_attn.export.runtimes import RUNTIMES, Session, open_model
+
+FP32, INT8 = "fp32", "int8"
+LARGEST_ERROR = 1e-3  # between runtimes in float32, of the largest logit
+CALIBRATION_IMAGES = 4  # random ones: ranges decide accuracy, not speed
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model of timm and its SimA twins by name; `options(pixels)` builds any of them for an image side."""
+
+    twin: str
+    attention: str  # the twin's
+    sima: str
+    takes_img_size: bool
+
+    @property
+    def variants(self) -> dict[str, str]:
+        """What to call a model in a table -> its name in timm."""
+        return {self.attention: self.twin, "sima": self.sima, "sima + relu": f"{self.sima}_relu"}
+
+    def goal(self, variant: str, precision: str, pixels: int) -> float:
+        """Times the float32 twin's speed that is asked for, 0 where nothing is."""
+        if variant == self.attention or (precision == INT8 and (variant != "sima + relu" or pixels != 224)):
+            return 0.0
+        if self.attention != "softmax":
+            return 1.0 if precision == FP32 else 0.0
+        if precision == INT8:
+            return 2.5
+        return 1.4 if pixels >= 512 else 1.08 if variant == "sima + relu" else 1.05
+
+
+FAMILIES = {
+    "deit_tiny": Family("deit_tiny_patch16_224", "softmax", "sima_deit_tiny_patch16_224", True),
+    "deit_small": Family("deit_small_patch16_224", "softmax", "sima_deit_small_patch16_224", True),
+    "xcit_tiny": Family("xcit_tiny_12_p16_224", "xca", "sima_xcit_tiny_12_p16_224", False),
+}
+
+
+@dataclass(frozen=True)
+class EdgeRow:
+    """One file in one runtime, one image at a time.
+
+    `speedup` is against the float32 twin in the same runtime and run, `speedup_same_precision` against the twin in
+    the same precision. `error` is the largest difference from ONNX Runtime in float32, over the largest logit; in
+    int8, with random weights, it says little. `load` is the machine's load average when the group began.
+    """
+
+    family: str
+    model: str
+    variant: str
+    precision: str
+    runtime: str
+    runtime_version: str
+    pixels: int
+    threads: int
+    speedup: float
+    speedup_same_precision: float
+    goal: float
+    p20_ms: float
+    p50_ms: float
+    p80_ms: float
+    samples: int
+    peak_mib: float
+    file_mib: float
+    exp_like_nodes: int
+    error: float
+    load: float
+    device: str
+    date: str
+
+
+class _Form(NamedTuple):
+    variant: str
+    precision: str
+    runtime: str
+
+
+def bench_edge(
+    folder: Path,
+    *,
+    families: Sequence[str] = tuple(FAMILIES),
+    sizes: Sequence[int] = (224, 512),
+    threads: Sequence[int] = (1, 2),
+    precisions: Sequence[str] = (FP32, INT8),
+    wanted_runtimes: Sequence[str] | None = None,
+    seconds: float = 20.0,
+    on_step: Callable[[str], object] = lambda what: None,
+    **model_options,
+) -> Generator[list[EdgeRow]]:
+    """The rows of one family, size and thread count after the other: files are made, compared, then timed in turns.
+
+    Args:
+        folder: Where the .onnx files go; those that are there from another run are taken as they are.
+        families: Keys of FAMILIES.
+        sizes: Image sides in pixels.
+        threads: Thread counts.
+        precisions: "fp32", "int8".
+        wanted_runtimes: By default all that are installed.
+        seconds: For each group.
+        on_step: Called with words before each part.
+        model_options: Passed on to timm, e.g. depth=2 for a test.
+    """
+    check_choice("family", families, FAMILIES)
+    check_choice("precision", precisions, (FP32, INT8))
+    chosen = list(wanted_runtimes or runtimes.installed_runtimes())
+    check_choice("runtime", chosen, RUNTIMES)
+    if FP32 not in precisions:
+        precisions = (FP32, *precisions)  # what everything is compared with
+    for name in families:
+        for pixels in sizes:
+            files = _make_files(folder, name, pixels, precisions, on_step, model_options)
+            for count in threads:
+                on_step(f"{name}, {pixels} px, {count} threads")
+                yield _bench_group(name, pixels, count, files, chosen, seconds)
+
+
+def check_choice(kind: str, given: Sequence[str], known: Sequence[str] | dict) -> None:
+    """Raise for a name that is not in a table."""
+    for name in given:
+        if name not in known:
+            raise unknown_name(kind, name, known)
+
+
+def is_busy() -> bool:
+    """True where other work would be measured too."""
+    return os.getloadavg()[0] > 0.5
+
+
+def _make_files(
+    folder: Path,
+    family: str,
+    pixels: int,
+    precisions: Sequence[str],
+    on_step: Callable[[str], object],
+    model_options: dict,
+) -> dict[tuple[str, str], Path]:
+    """(variant, precision) -> file."""
+    import onnx
+    import timm
+    import torch
+
+    import sima_attn.models  # noqa: F401  registers our names with timm
+    from sima_attn.export.onnx import export_onnx
+    from sima_attn.export.quantize import quantized_graph
+
+    files = {}
+    for variant, name in FAMILIES[family].variants.items():
+        fp32 = folder / f"{name}_{pixels}px.onnx"
+        if not fp32.exists():
+            on_step(f"exporting {name}, {pixels} px")
+            torch.manual_seed(0)
+            options: dict[str, Any] = {"img_size": pixels} if FAMILIES[family].takes_img_size else {}
+            model = timm.create_model(name, **options, **model_options)
+            export_onnx(model, fp32, input_size=pixels, name=name)
+        files[variant, FP32] = fp32
+        if INT8 in precisions:
+            int8 = fp32.with_suffix(".int8.onnx")
+            if not int8.exists():
+                on_step(f"quantising {name}, {pixels} px")
+                batches = (_images(pixels, seed) for seed in range(CALIBRATION_IMAGES))
+                with written_whole(int8) as temporary:
+                    onnx.save(quantized_graph(fp32, batches), temporary)
+            files[variant, INT8] = int8
+    return files
+
+
+def _images(pixels: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((1, 3, pixels, pixels), dtype=np.float32)
+
+
+def _bench_group(
+    family: str,
+    pixels: int,
+    threads: int,
+    files: dict[tuple[str, str], Path],
+    wanted_runtimes: Sequence[str],
+    seconds: float,
+) -> list[EdgeRow]:
+    load = os.getloadavg()[0]
+    images = _images(pixels)
+    sessions: dict[_Form, Session] = {
+        _Form(variant, precision, runtime): open_model(path, runtime, threads)
+        for (variant, precision), path in files.items()
+        for runtime in wanted_runtimes
+    }
+    errors = _check(sessions, files, images)
+    timings = time_interleaved(
+        {str(form): (lambda session=session: session(images)) for form, session in sessions.items()},  # type: ignore[misc]
+        seconds=seconds,
+        sample_seconds=0.0,  # a call of a model is long enough to be a sample
+        least_samples=3,
+    )
+    found = FAMILIES[family]
+    exps = {path: len(audit(path).calls) for path in files.values()}
+    rows = []
+    for form in sessions:
+        path, timing = files[form.variant, form.precision], timings[str(form)]
+        twin, same = (timings[str(_Form(found.attention, p, form.runtime))].p50 for p in (FP32, form.precision))
+        rows.append(
+            EdgeRow(
+                family=family,
+                model=found.variants[form.variant],
+                variant=form.variant,
+                precision=form.precision,
+                runtime=form.runtime,
+                runtime_version=RUNTIMES[form.runtime].version(),
+                pixels=pixels,
+                threads=threads,
+                speedup=round(twin / timing.p50, 3),
+                speedup_same_precision=round(same / timing.p50, 3),
+                goal=found.goal(form.variant, form.precision, pixels),
+                p20_ms=round(timing.p20 * 1e3, 3),
+                p50_ms=round(timing.p50 * 1e3, 3),
+                p80_ms=round(timing.p80 * 1e3, 3),
+                samples=timing.samples,
+                peak_mib=round(peak_mib(path, form.runtime, threads), 1),
+                file_mib=round(path.stat().st_size / 2**20, 2),
+                exp_like_nodes=exps[path],
+                error=float(f"{errors[form]:.2e}"),
+                load=round(load, 2),
+                device=cpu_name(),
+                date=today(),
+            )
+        )
+    return rows
+
+
+def _check(
+    sessions: dict[_Form, Session], files: dict[tuple[str, str], Path], images: np.ndarray
+) -> dict[_Form, float]:
+    """No time is reported for a wrong result: in float32 the runtimes must agree with ONNX Runtime."""
+    truths = {variant: open_model(path)(images) for (variant, precision), path in files.items() if precision == FP32}
+    errors = {}
+    for form, session in sessions.items():
+        truth = truths[form.variant]
+        error = float(np.abs(session(images) - truth).max() / np.abs(truth).max())
+        if form.precision == FP32 and not error <= LARGEST_ERROR:
+            raise RuntimeError(f"{form.variant} in {form.runtime} is off by {error:.1e} from ONNX Runtime")
+        errors[form] = error
+    return errors
+
+
+# Run in a process that has not imported torch: its memory would hide that of a small model.
+_PEAK = """
+import pathlib, resource, runpy, sys
+import numpy as np
+def peak():
+    # Linux hands ru_maxrss down from the parent process; VmHWM is this process's own, in KiB.
+    status = pathlib.Path("/proc/self/status")
+    if status.exists():
+        return 1024 * int(status.read_text().split("VmHWM:")[1].split()[0])
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+runtimes_file, path, runtime, threads = sys.argv[1:]
+open_model = runpy.run_path(runtimes_file)["open_model"]
+if runtime == "openvino":
+    import onnx, openvino
+else:
+    import onnxruntime
+before = peak()
+session = open_model(path, runtime, int(threads))
+images = np.zeros(session.input_shape, dtype=np.float32)
+for _ in range(2):
+    session(images)
+print(peak() - before)
+"""
+
+
+def peak_mib(path: Path, runtime: str, threads: int) -> float:
+    """Most memory that loading a file and running it adds to a process which has only the runtime."""
+    arguments = [runtimes.__file__, str(path), runtime, str(threads)]
+    done = subprocess.run([sys.executable, "-c", _PEAK, *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"the memory of {path.name} in {runtime} could not be measured:\n{done.stderr[-500:]}")
+    return int(done.stdout) / 2**20
+
+
+def edge_table(rows: Sequence[EdgeRow], threads: int) -> TextTable:
+    """Milliseconds, speed against the twin, memory and size of every file, for one number of threads."""
+    header = ["model", "px", "runtime", "type", "ms", "speed", "goal", "same type", "peak MiB", "MiB", "exp"]
+    lines: list[list[str]] = []
+    bold = set()
+    for row in rows:
+        if row.threads != threads:
+            continue
+        if row.variant.startswith("sima"):
+            bold.add(len(lines))
+        lines.append(
+            [
+                f"{row.family} {row.variant}",
+                str(row.pixels),
+                row.runtime,
+                row.precision,
+                f"{row.p50_ms:.2f}",
+                f"{row.speedup:.2f}x",
+                f"{row.goal:.2f}x" if row.goal else "-",
+                f"{row.speedup_same_precision:.2f}x",
+                f"{row.peak_mib:.0f}",
+                f"{row.file_mib:.1f}",
+                str(row.exp_like_nodes),
+            ]
+        )
+    if not lines:
+        raise ValueError(f"there are no rows for {threads} threads; there are: {sorted({r.threads for r in rows})}")
+    return TextTable(header, lines, bold)
+
+
+def plot_edge(rows: Sequence[EdgeRow], path: Path) -> None:
+    """Speed against the float32 twin: one panel a family and runtime, groups of bars by image side and precision."""
+    check_can_plot()
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    threads = min(row.threads for row in rows)
+    rows = [row for row in rows if row.threads == threads]
+    names = list(dict.fromkeys(row.family for row in rows))
+    chosen = list(dict.fromkeys(row.runtime for row in rows))
+    groups = list(dict.fromkeys((row.pixels, row.precision) for row in rows))
+    figure, panels = plt.subplots(
+        len(chosen), len(names), figsize=(4.2 * len(names), 3.4 * len(chosen)), layout="constrained", squeeze=False
+    )
+    colours = {"twin": "dimgrey", "sima": "crimson", "sima + relu": "darkorange"}
+    for line, runtime in zip(panels, chosen, strict=True):
+        for axes, family in zip(line, names, strict=True):
+            mine = [row for row in rows if row.runtime == runtime and row.family == family]
+            for i, variant in enumerate(dict.fromkeys(row.variant for row in mine)):
+                bars = {(row.pixels, row.precision): row.speedup for row in mine if row.variant == variant}
+                places = [x + 0.27 * (i - 1) for x, group in enumerate(groups) if group in bars]
+                colour = colours.get(variant, colours["twin"])
+                axes.bar(places, [bars[g] for g in groups if g in bars], 0.25, color=colour, label=variant)
+            axes.axhline(1, color="black", linewidth=0.8)
+            axes.set_xticks(range(len(groups)), [f"{pixels} px\n{precision}" for pixels, precision in groups])
+            axes.set_title(f"{family}, {runtime}", fontsize=10)
+            axes.legend(frameon=False, fontsize=8)
+        line[0].set_ylabel("speed, float32 twin = 1")
+    figure.suptitle(f"one image, {threads} thread{'s' * (threads > 1)}, {rows[0].device}")
+    with written_whole(path) as temporary:
+        figure.savefig(temporary, dpi=150, format="png")
+    plt.close(figure)

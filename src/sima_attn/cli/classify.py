@@ -1,0 +1,154 @@
+"""`sima classify` and `sima ship`."""
+
+from __future__ import annotations
+
+import glob
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+
+from sima_attn.cli._shared import console
+from sima_attn.cli.train import check_installed
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from sima_attn.explain.subject import Subject
+
+app = typer.Typer()
+BAR = 30  # characters of a bar that stands for certainty
+RESEARCH = "Trained on images from ImageNet: for non-commercial research and education only."
+
+
+@app.command("classify")
+def classify_command(
+    photos: Annotated[list[str], typer.Argument(metavar="PHOTO...", help="Photos, folders of them, or patterns.")],
+    model: Annotated[
+        str | None,
+        typer.Option(help="A model with weights, a run's folder, a checkpoint; without it the package's own."),
+    ] = None,
+    top: Annotated[int, typer.Option(help="Classes to show of each.", min=1)] = 5,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+) -> None:
+    """What is in a photo: the most likely classes. A photo that cannot be read is named and left out."""
+    check_installed()
+    from sima_attn.explain.subject import find_photos, open_photo
+
+    files = find_photos([path for pattern in photos for path in matching(pattern)])
+    subject = trained_subject(model, device=device)
+    shown = 0
+    for path in files:
+        try:
+            photo = open_photo(path)
+        except (ValueError, FileNotFoundError) as error:
+            console.print(f"[yellow]left out:[/yellow] {escape(str(error))}", highlight=False, soft_wrap=True)
+            continue
+        shown += 1
+        print_classes(path.name, top_classes(subject, photo, top))
+    if not shown:
+        console.print(f"none of the {len(files)} photos can be read", highlight=False)
+        raise typer.Exit(1)
+
+
+def matching(pattern: str) -> list[Path]:
+    """The path itself, or the paths that match a pattern which the shell has left as it is."""
+    if Path(pattern).exists() or not glob.has_magic(pattern):
+        return [Path(pattern)]
+    found = sorted(Path(path) for path in glob.glob(pattern, recursive=True))
+    if not found:
+        raise FileNotFoundError(f"nothing matches {pattern}")
+    return found
+
+
+def trained_subject(model: str | None, *, device: str = "cpu") -> Subject:
+    """The model to classify with; one whose weights are random is an error."""
+    from sima_attn.explain.subject import load_subject
+
+    subject = load_subject(model, device=device)
+    if not subject.trained:
+        what = f"{model} has no trained weights" if model else "no weights come with this version of the package"
+        raise ValueError(f"{what}: train a model with `sima train` and give its folder with --model")
+    return subject
+
+
+def top_classes(subject: Subject, photo: Image, count: int) -> list[tuple[str, float]]:
+    """The most likely classes of a photo and how likely they are, prepared as in evaluation."""
+    import torch
+
+    from sima_attn.train.data.loader import evaluation_transform
+    from sima_attn.train.recipes import Data
+
+    mean, std = subject.mean, subject.std
+    transform = evaluation_transform(Data("", size=subject.size, mean=mean, std=std))  # type: ignore[arg-type]
+    with torch.no_grad():
+        image = transform(photo)[None].to(next(subject.model.parameters()).device)  # [1, 3, size, size]
+        likely = subject.model(image)[0].float().softmax(0)  # [K]
+    values, places = likely.topk(min(count, len(likely)))
+    return [(subject.class_name(k), value) for k, value in zip(places.tolist(), values.tolist(), strict=True)]
+
+
+def print_classes(title: str, classes: list[tuple[str, float]]) -> None:
+    """A photo's classes with bars."""
+    console.print(f"[bold]{escape(title)}[/bold]", highlight=False)
+    width = max(len(name) for name, _ in classes)
+    for name, likely in classes:
+        bar = "█" * round(BAR * likely)
+        console.print(f"  {escape(name):<{width}}  {100 * likely:5.1f} %  [green]{bar}[/green]", highlight=False)
+
+
+@app.command("ship")
+def ship_command(
+    run: Annotated[Path, typer.Argument(help="Folder of a finished run of `sima train`.")],
+    name: Annotated[
+        str | None, typer.Argument(help="Model to be pretrained with it.", show_default="the run's model")
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="Folder of the images; without it the run's.")] = None,
+    ema: Annotated[
+        bool | None, typer.Option("--ema/--no-ema", help="The average weights; without it where the run kept them.")
+    ] = None,
+    terms: Annotated[str, typer.Option(help="What the weights may be used for.")] = RESEARCH,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+) -> None:
+    """Put the weights of a run into the package, in half precision: `pretrained=True` finds them there."""
+    check_installed()
+    from rich.console import Console
+
+    from sima_attn.models.pretrained import Card, in_half, save_shipped
+    from sima_attn.train.evaluate import evaluate, load_trained
+    from sima_attn.train.recipes import to_dict
+    from sima_attn.train.run import RunFolder
+
+    recipe = RunFolder(run).read_recipe()
+    loaded = load_trained(run, ema=recipe.run.ema is not None if ema is None else ema)
+    weights = in_half(loaded.model.state_dict())
+    loaded.model.load_state_dict(weights)  # the accuracy is to be that of the rounded weights
+    where = Path(data or recipe.data.path)
+    with Console(stderr=True).status("evaluating"):
+        result = evaluate(loaded, data or recipe.data.path, device=device, say=console.print)
+    settings = to_dict(recipe)
+    settings["data"]["path"] = where.name  # where it lay on this machine is nobody's business
+    card = Card(
+        classes=loaded.classes or [],
+        words=_words(where / "classes.txt"),
+        size=recipe.data.size,
+        mean=recipe.data.mean,
+        std=recipe.data.std,
+        recipe=settings,
+        top1=round(result.top1, 2),
+        top5=round(result.top5, 2),
+        images=result.images,
+        terms=terms,
+    )
+    path = save_shipped(weights, name or recipe.model.name, card)
+    console.print(f"top-1 {result.top1:.2f}, top-5 {result.top5:.2f}: {path.name}", highlight=False)
+    console.print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)", highlight=False, soft_wrap=True)
+
+
+def _words(listing: Path) -> dict[str, str]:
+    """Class -> the first of its names, from lines `class<TAB>names with commas between them`."""
+    if not listing.is_file():
+        return {}
+    pairs = (line.split("\t", 1) for line in listing.read_text().splitlines() if "\t" in line)
+    return {key.strip(): names.split(",")[0].strip() for key, names in pairs}

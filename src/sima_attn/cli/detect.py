@@ -1,0 +1,189 @@
+"""`sima detect` and `sima bench detect`: Mask R-CNN on COCO's format."""
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sima_attn.cli import bench
+from sima_attn.cli._shared import Seconds, console, print_table, progress_bar
+from sima_attn.cli.train import check_installed
+
+app = typer.Typer(help="Boxes and instance masks: Mask R-CNN, COCO's format.", no_args_is_help=True)
+
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+
+
+def check_ready() -> None:
+    """Say what is missing before anything else is done."""
+    check_installed()
+    if find_spec("pycocotools") is None:
+        raise ValueError("this needs pycocotools, not installed here: pip install 'sima-attn[detection]'")
+
+
+@app.command("train")
+def train_command(
+    recipe: Annotated[
+        str | None, typer.Option(help="coco, the paper's, or coco_mini; without it coco_mini.", show_default=False)
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="Folder in COCO's format; without it the recipe's.")] = None,
+    backbone: Annotated[
+        str | None, typer.Option(help="A classifier's weights to start from: a run's folder or a file.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run.", show_default="runs/RECIPE")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="A setting of the recipe, e.g. model.kwargs.token_ref=train."),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
+    device: Device = "auto",
+    precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; without it the recipe's.")] = None,
+) -> None:
+    """Train a detector by a recipe. Under torchrun, on all its processes; after a crash, add --resume."""
+    check_ready()
+    from sima_attn.detect.recipes import DetectRecipe, named_recipe
+    from sima_attn.detect.task import train_detector
+    from sima_attn.train.recipes import with_overrides
+    from sima_attn.train.run import RunFolder
+
+    settings = list(overrides or [])
+    settings += [f"data.path={data}"] * (data is not None) + [f"model.weights={backbone}"] * (backbone is not None)
+    settings += [f"run.precision={precision}"] * (precision is not None)
+    folder = out or Path("runs") / (recipe or "coco_mini")
+    # Going on needs no recipe named: the folder knows it. One that is named is compared.
+    known = RunFolder(folder).read_recipe(DetectRecipe) if resume and recipe is None else None
+    chosen = with_overrides(known or named_recipe(recipe or "coco_mini"), settings)
+    finished = train_detector(chosen, folder, resume=resume, device=device)
+    if os.environ.get("RANK", "0") != "0":
+        return  # torchrun's other processes have nothing to add
+    numbers = ", ".join(f"{name} {value:.1f}" for name, value in finished.metrics.items())
+    console.print(f"[bold]{numbers}[/bold] after {finished.steps} steps, {finished.seconds:.0f} s", highlight=False)
+    console.print(f"Run: {folder} (weights.safetensors, eval.csv)", highlight=False, soft_wrap=True)
+
+
+@app.command("eval")
+def eval_command(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, a checkpoint, or weights.")],
+    data: Annotated[str | None, typer.Option(help="Folder in COCO's format; without it the run's.")] = None,
+    split: Annotated[str, typer.Option(help="train or val, or what the folder has.")] = "val",
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for results.json (COCO's result format) and categories.csv.")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Images at a time.", min=1)] = 2,
+    workers: Annotated[int, typer.Option(help="Processes that decode.", min=0)] = 4,
+    device: Device = "auto",
+) -> None:
+    """AP of boxes and masks as a row of the paper's Table 4, by size, and by category."""
+    check_ready()
+    from sima_attn.bench.rows import write_rows
+    from sima_attn.detect.coco import write_results
+    from sima_attn.detect.paper_table import size_table, table_4
+    from sima_attn.detect.task import evaluate_detector
+    from sima_attn.detect.weights import load_detector
+
+    loaded = load_detector(run)
+    path = data or loaded.recipe.data.path
+    with progress_bar() as progress:
+        task = progress.add_task(f"{split} of {path}", total=None)
+        evaluated = evaluate_detector(
+            loaded.model,
+            loaded.classes,
+            path,
+            split,
+            batch=batch,
+            workers=workers,
+            device=resolve(device),
+            say=progress.console.print,
+            on_step=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    params = sum(p.numel() for p in loaded.model.parameters())
+    print_table(table_4(loaded.recipe.model.name, params, evaluated.scores), title="Mask R-CNN, Table 4")
+    print_table(size_table(evaluated.scores), title="By the size of the objects")
+    if out is not None:
+        write_results(out / "results.json", evaluated.results)
+        write_rows(out / "categories.csv", evaluated.scores.categories)
+        console.print(f"Results: {out / 'results.json'}\nCategories: {out / 'categories.csv'}", highlight=False)
+
+
+@app.command("predict")
+def predict_command(
+    photo: Annotated[str, typer.Argument(metavar="PHOTO|DIR|GLOB", help="A photo, a folder, or a glob in quotes.")],
+    weights: Annotated[str, typer.Option(help="A run's folder, a checkpoint, or weights.")],
+    out: Annotated[Path, typer.Option(help="Folder for the pictures and detections.json.")] = Path("runs/predict"),
+    threshold: Annotated[float, typer.Option(help="Least score that is shown.", min=0.0, max=1.0)] = 0.5,
+    device: Device = "auto",
+) -> None:
+    """Draw boxes, masks, class names and scores on photos."""
+    check_ready()
+    from sima_attn.detect.predict import find_photos, predict_photos
+    from sima_attn.detect.weights import load_detector
+
+    photos = find_photos(photo)
+    loaded = load_detector(weights, score_threshold=min(threshold, 0.05))
+    loaded.model.to(resolve(device))
+    with progress_bar() as progress:
+        task = progress.add_task("photos", total=len(photos))
+        told = predict_photos(
+            loaded,
+            photos,
+            out,
+            threshold=threshold,
+            say=progress.console.print,
+            on_step=lambda done, total: progress.update(task, completed=done),
+        )
+    for entry in told:
+        best = ", ".join(f"{found['class']} {found['score']:.0%}" for found in entry["objects"][:5])
+        count = len(entry["objects"])
+        console.print(f"{entry['photo']}: {count} objects{': ' * bool(count)}{best}", highlight=False, soft_wrap=True)
+    console.print(f"Pictures: {out}\nDetections: {out / 'detections.json'}", highlight=False, soft_wrap=True)
+
+
+@app.command("recipes")
+def recipes_command() -> None:
+    """The recipes that `sima detect train` knows."""
+    from sima_attn.detect.recipes import RECIPES
+
+    for name, make in RECIPES.items():
+        about = (make.__doc__ or "").strip().splitlines()[0]
+        console.print(f"[bold]{name:<18}[/bold]{about}", highlight=False)
+
+
+@bench.app.command("detect")
+def bench_detect_command(
+    out: Annotated[
+        Path | None, typer.Option(help="CSV file.", show_default="benchmarks/results/detect_DEVICE.csv")
+    ] = None,
+    pixels: Annotated[list[int] | None, typer.Option(help="Image sides; repeat for several. Default: all.")] = None,
+    device: Device = "auto",
+    seconds: Seconds = 2.0,
+) -> None:
+    """Backbone and whole detector at 480 to 2048 px: softmax DeiT-S and XCA against their SimA twins."""
+    from sima_attn.bench.detect import PIXELS, TWINS, bench_detect, detect_table
+    from sima_attn.bench.rows import write_rows
+
+    device = resolve(device)
+    rows = []
+    file = out or Path(f"benchmarks/results/detect_{device}.csv")
+    with progress_bar() as progress:
+        task = progress.add_task("starting", total=len(TWINS) * len(pixels or PIXELS.get(device, ())))
+        for measured in bench_detect(device, pixels=pixels, seconds=seconds):
+            rows += measured
+            write_rows(file, rows)
+            progress.update(task, advance=1, description=f"{measured[-1].model} {measured[-1].pixels} px")
+    print_table(detect_table(rows), f"one image, {rows[0].precision}, {rows[0].device}")
+    console.print(f"Rows: {file}", highlight=False)
+
+
+def resolve(device: str) -> str:
+    """auto: the GPU where there is one."""
+    import torch
+
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device must be auto, cpu or cuda, got {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda was asked for, but torch sees no GPU here; use --device cpu")
+    return device

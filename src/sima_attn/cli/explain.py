@@ -1,0 +1,198 @@
+"""`sima heatmap` and `sima explain`: what a model looks at, in pictures and numbers."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from sima_attn.cli._shared import console, print_table, progress_bar
+
+if TYPE_CHECKING:
+    from sima_attn.explain import Subject
+
+app = typer.Typer()
+group = typer.Typer(help="Look inside: one token's effect, numbers of the attention, a deletion test.")
+
+Photos = Annotated[list[Path], typer.Argument(metavar="PHOTO...", help="Image files, or folders of them.")]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(help="A timm model name, NAME=WEIGHTS, a run's folder or a checkpoint; without it the shipped model."),
+]
+Compare = Annotated[
+    list[str] | None, typer.Option(help="Another model beside it, such as the softmax twin; repeat for several.")
+]
+SizeOption = Annotated[
+    int | None, typer.Option(help="Side in pixels; the photo enters with the area of such a square.", min=1)
+]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+
+
+@app.command("heatmap")
+def heatmap_command(
+    photos: Photos,
+    model: ModelOption = None,
+    compare: Compare = None,
+    layer: Annotated[str, typer.Option(help="A number from 0, or from the end if negative; or all.")] = "-1",
+    of: Annotated[
+        list[str] | None, typer.Option(help="q (queries) or k (keys); repeat for both. Default: both.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path("runs/heatmaps"),
+    size: SizeOption = None,
+    opacity: Annotated[float, typer.Option(help="Of the map over the photo.", min=0.0, max=1.0)] = 0.55,
+    raw: Annotated[bool, typer.Option("--raw", help="Write the token scores too (.npz).")] = False,
+    device: DeviceOption = "auto",
+) -> None:
+    """Draw where a model looks: the size of its queries and keys over the photo."""
+    layers = None if layer == "all" else [_number(layer)]
+    subjects = _load([model, *(compare or [])], device)
+    from sima_attn.explain.gallery import Gallery
+    from sima_attn.explain.subject import find_photos
+
+    gallery = Gallery(subjects, layers, of or ("q", "k"), size, opacity)
+    files = find_photos(photos)
+    with progress_bar() as progress:
+        task = progress.add_task("reading", total=len(files))
+        written = gallery.write(
+            files, out, raw=raw, on_photo=lambda path: progress.update(task, advance=1, description=path.name)
+        )
+    _say_written(written)
+
+
+@group.command("effect")
+def effect_command(
+    photo: Annotated[Path, typer.Argument(help="An image file.")],
+    patch: Annotated[str, typer.Option(metavar="ROW,COLUMN", help="The patch, counted from 0,0 at the top left.")],
+    model: ModelOption = None,
+    compare: Compare = None,
+    layer: Annotated[int, typer.Option(help="A number from 0, or from the end if negative.")] = -1,
+    out: Annotated[
+        Path | None, typer.Option(help="The picture.", show_default="runs/heatmaps/PHOTO_effect.png")
+    ] = None,
+    size: SizeOption = None,
+    device: DeviceOption = "auto",
+) -> None:
+    """Draw what one patch takes from all others: red adds, blue takes away."""
+    row, _, column = patch.partition(",")
+    place = (_number(row), _number(column))
+    subjects = _load([model, *(compare or [])], device)
+    from sima_attn.explain.gallery import write_effect
+
+    target = out or Path("runs/heatmaps") / f"{photo.stem}_effect.png"
+    _say_written([write_effect(subjects, photo, target, patch=place, layer=layer, size=size)])
+
+
+@group.command("statistics")
+def statistics_command(
+    photos: Photos,
+    model: ModelOption = None,
+    compare: Compare = None,
+    out: Annotated[Path, typer.Option(help="Folder for the rows and the plot.")] = Path("runs/attention"),
+    size: SizeOption = None,
+    device: DeviceOption = "auto",
+) -> None:
+    """Count, layer by layer, the negative entries of the attention and the largest channel's share."""
+    from sima_attn.bench.figures import check_can_plot
+
+    check_can_plot()
+    subjects = _load([model, *(compare or [])], device)
+    from sima_attn.bench.rows import write_rows
+    from sima_attn.bench.tables import TextTable
+    from sima_attn.explain.effects import AttentionRow, attention_statistics
+    from sima_attn.explain.figures import plot_statistics
+    from sima_attn.explain.gallery import read_photos
+    from sima_attn.explain.subject import find_photos
+
+    files = find_photos(photos)
+    rows: list[AttentionRow] = []
+    with progress_bar() as progress:
+        task = progress.add_task("reading", total=len(files) * len(subjects))
+        for subject in subjects:
+            readings = read_photos(subject, files, size, lambda: progress.advance(task))
+            rows += attention_statistics(readings, subject.name)
+    write_rows(out / "statistics.csv", rows)
+    plot_statistics(rows, out / "statistics.png")
+    header = ["model", "layer", "negative", "largest channel", "1/D"]
+    lines = [
+        [r.model, str(r.layer + 1), f"{r.negative_share:.1%}", f"{r.largest_channel_share:.1%}", f"{1 / r.D:.1%}"]
+        for r in rows
+    ]
+    print_table(TextTable(header, lines, set()), title=f"attention over {len(files)} photos")
+    _say_written([out / "statistics.csv", out / "statistics.png"])
+
+
+@group.command("deletion")
+def deletion_command(
+    data: Annotated[str, typer.Option(help="Folder of the images, or digits; their val split is used.")],
+    model: ModelOption = None,
+    images: Annotated[int, typer.Option(help="How many images.", min=1)] = 200,
+    of: Annotated[str, typer.Option(help="q (queries) or k (keys).")] = "k",
+    layer: Annotated[int, typer.Option(help="A number from 0, or from the end if negative.")] = -1,
+    batch: Annotated[int, typer.Option(help="Images at a time.", min=1)] = 32,
+    out: Annotated[Path, typer.Option(help="Folder for the rows and the curve.")] = Path("runs/deletion"),
+    device: DeviceOption = "auto",
+) -> None:
+    """Test the map: hide the patches it marks, random ones and the others, and watch the right class."""
+    from sima_attn.bench.figures import check_can_plot
+
+    check_can_plot()
+    (subject,) = _load([model], device)
+    from sima_attn.bench.rows import write_rows
+    from sima_attn.bench.tables import TextTable
+    from sima_attn.explain.deletion import deletion_test, validation_batches
+    from sima_attn.explain.figures import plot_deletion
+
+    with progress_bar() as progress:
+        task = progress.add_task("opening the data", total=None)
+        batches = validation_batches(subject, data, images=images, batch=batch)
+        progress.update(task, description="hiding patches", total=sum(len(labels) for _, labels in batches))
+        rows = deletion_test(
+            subject.model,
+            batches,
+            of=of,
+            layer=layer,
+            name=subject.name,
+            on_batch=lambda count: progress.advance(task, count),
+        )
+    write_rows(out / "deletion.csv", rows)
+    plot_deletion(rows, out / "deletion.png")
+    areas = {(row.mode, row.order): row.area for row in rows}
+    lines = [[mode, order, f"{area:.4f}"] for (mode, order), area in areas.items()]
+    title = f"mean probability of the right class, {rows[0].images} images"
+    print_table(TextTable(["mode", "order", "area"], lines, set()), title=title, caption="deletion: lower falls faster")
+    _say_written([out / "deletion.csv", out / "deletion.png"])
+
+
+def _load(models: list[str | None], device: str) -> list["Subject"]:
+    """The models by what the user calls them; one without weights is said to be so."""
+    missing = [name for name in ("PIL",) if find_spec(name) is None]
+    if missing:
+        raise ValueError("pictures need Pillow, which is not installed: pip install 'sima-attn[train]'")
+    with Console(stderr=True).status("loading"):
+        import torch
+
+        from sima_attn.explain.subject import UNTRAINED, load_subject
+
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        subjects = [load_subject(name, device=device) for name in models]
+    for subject in subjects:
+        if not subject.trained:
+            Console(stderr=True).print(f"[yellow]note:[/yellow] {escape(subject.name)} {UNTRAINED}", highlight=False)
+    return subjects
+
+
+def _number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"expected a whole number, got {text!r}") from None
+
+
+def _say_written(paths: list[Path]) -> None:
+    for path in paths[-6:]:
+        console.print(f"Written: {path}", highlight=False, soft_wrap=True)
+    if len(paths) > 6:
+        console.print(f"and {len(paths) - 6} more in the same folder", highlight=False)

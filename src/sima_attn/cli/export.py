@@ -1,0 +1,190 @@
+"""`sima export` and `sima quantize`: a model as an ONNX file, in float32 and in int8."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from sima_attn.cli._shared import console, print_table, progress_bar
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from sima_attn.export.preprocessing import Preprocessing
+
+app = typer.Typer()
+
+
+@app.command("export")
+def export_command(
+    model: Annotated[
+        str, typer.Argument(metavar="RUN_OR_MODEL", help="A run's folder, a checkpoint, weights, or a model name.")
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The .onnx file to write.")],
+    size: Annotated[
+        int | None, typer.Option(help="Image side in pixels; without it the model's own.", min=1, show_default=False)
+    ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Weights for a model name: .pth, .pt or .safetensors.", show_default=False)
+    ] = None,
+    pretrained: Annotated[bool, typer.Option("--pretrained", help="The weights that come with a model name.")] = False,
+    dynamic: Annotated[str, typer.Option(help="What to leave open: batch, size, or batch,size.")] = "",
+    preprocess: Annotated[
+        bool, typer.Option("--preprocess", help="Resize, crop and normalise inside the graph: the input is a photo.")
+    ] = False,
+    labels: Annotated[Path | None, typer.Option(help="Names of the classes, one a line.", show_default=False)] = None,
+    order: Annotated[str, typer.Option(help="auto, kv or qk; auto takes the cheaper one at this size.")] = "auto",
+    images: Annotated[
+        Path | None, typer.Option(help="Folder of images to compare on, besides random ones.", show_default=False)
+    ] = None,
+    fail_on_exp: Annotated[
+        bool, typer.Option("--fail-on-exp", help="Write nothing if the graph has an exp-like node.")
+    ] = False,
+) -> None:
+    """Write a model as an ONNX file, compared with torch and audited for exp()."""
+    with Console(stderr=True).status(f"exporting {model}"):
+        from sima_attn.export.onnx import check_installed, export_onnx
+
+        check_installed()
+        module, side, prepare, classes, weights = load_model(model, checkpoint, pretrained, size)
+        names = _read_labels(labels) if labels is not None else classes
+        given: dict[str, Any] = {}
+        if images is not None:
+            if prepare is None:
+                raise ValueError(f"{model} does not say how its images are prepared: leave --images away")
+            given["check_images"] = _read_images(images, prepare, preprocess)
+        report = export_onnx(
+            module,
+            out,
+            input_size=side,
+            dynamic=tuple(filter(None, dynamic.split(","))),
+            order=order,
+            preprocessing=preprocess,
+            prepare=prepare,
+            labels=names,
+            fail_on_exp=fail_on_exp,
+            name=model if weights == "random" else Path(model).name,
+            **given,
+        )
+    *facts, last = report.lines()
+    for fact in [*facts, f"weights: {weights}"]:
+        console.print(fact, highlight=False, soft_wrap=True)
+    console.print(f"[bold]{last}[/bold]", highlight=False, soft_wrap=True)
+
+
+@app.command("quantize")
+def quantize_command(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="float32 files of `sima export`.")],
+    data: Annotated[
+        str, typer.Option(help="Images: what `sima train --data` takes, or a folder of image files without labels.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The int8 file, for one input.", show_default="NAME.int8.onnx")
+    ] = None,
+    calibrate: Annotated[int, typer.Option(help="Training images that set the ranges.", min=1)] = 256,
+    compare: Annotated[int, typer.Option(help="Val images on which int8 and float32 are compared.", min=0)] = 1000,
+    reduce_range: Annotated[
+        bool, typer.Option("--reduce-range", help="7-bit weights, for x86 processors without VNNI.")
+    ] = False,
+    rows: Annotated[Path | None, typer.Option(help="CSV file for the reports.", show_default=False)] = None,
+) -> None:
+    """Write int8 forms of ONNX files, and compare size and accuracy; several files stand side by side."""
+    if out is not None and len(files) > 1:
+        raise ValueError(f"--out names one file, and there are {len(files)}: leave it away for NAME.int8.onnx each")
+    from sima_attn.bench.rows import write_rows
+    from sima_attn.bench.tables import TextTable
+    from sima_attn.export.onnx import check_installed
+    from sima_attn.export.quantize import metadata_of, open_images, quantize_onnx
+
+    check_installed()
+    reports = []
+    with progress_bar() as progress:
+        for file in files:
+            metadata = metadata_of(file)
+            training = open_images(data, metadata, split="train", most=calibrate)
+            val = open_images(data, metadata, split="val", most=compare, seed=1)
+            task = progress.add_task(file.name, total=len(training) + len(val))
+            target = out or file.with_suffix(".int8.onnx")
+            reports.append(
+                quantize_onnx(
+                    file,
+                    target,
+                    training,
+                    compare_images=val,
+                    compare_labels=val.labels,
+                    reduce_range=reduce_range,
+                    on_image=lambda task=task: progress.advance(task),  # type: ignore[misc]
+                )
+            )
+    header = ["file", "MiB", "int8 MiB", "of the size", "top-1", "int8 top-1", "same class", "images", "exp-like"]
+    lines = [
+        [r.file, f"{r.fp32_mib:.2f}", f"{r.int8_mib:.2f}", f"{r.share_of_size:.0%}"]
+        + [_percent(value) for value in (r.top1_fp32, r.top1_int8, r.agreement)]
+        + [str(r.compared_images), str(r.exp_like_nodes)]
+        for r in reports
+    ]
+    print_table(TextTable(header, lines, set()), title=f"int8 against float32, {reports[0].calibration_images} images")
+    if rows is not None:
+        write_rows(rows, reports)
+        console.print(f"Rows: {rows}", highlight=False)
+
+
+def load_model(
+    what: str, checkpoint: Path | None, pretrained: bool, size: int | None
+) -> "tuple[nn.Module, int, Preprocessing | None, list[str] | None, str]":
+    """Model, image side, how its images are prepared, class names, and where its weights are from."""
+    import timm
+
+    import sima_attn.models  # noqa: F401  registers our names with timm
+    from sima_attn.export.preprocessing import Preprocessing
+
+    if checkpoint is not None and pretrained:
+        raise ValueError("--checkpoint and --pretrained both name weights: give one of them")
+    if not timm.is_model(what):
+        if checkpoint is not None or pretrained:
+            raise ValueError(f"--checkpoint and --pretrained go with the name of a model, got {what}")
+        from sima_attn.cli.train import check_installed
+
+        check_installed()
+        from sima_attn.train.evaluate import load_trained
+
+        module, data, classes = load_trained(what)
+        side = size or data.size
+        prepare = Preprocessing(side, data.mean, data.std, data.crop_ratio, data.interpolation)
+        return module, side, prepare, classes, str(what)
+    module = timm.create_model(what, pretrained=pretrained)
+    weights = "those of the package" if pretrained else "random"
+    if checkpoint is not None:
+        from sima_attn.models import load_official
+
+        load_official(module, checkpoint)
+        weights = str(checkpoint)
+    config: Any = getattr(module, "pretrained_cfg", {})
+    side = size or config.get("input_size", (3, 224, 224))[-1]
+    names = config.get("label_names")
+    return module, side, Preprocessing.of_model(module, side), list(names) if names else None, weights
+
+
+def _read_labels(path: Path) -> list[str]:
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file of labels {path}")
+    return [line.strip() for line in path.read_text().splitlines() if line.strip()]
+
+
+def _read_images(folder: Path, prepare: "Preprocessing", raw: bool) -> Any:
+    import numpy as np
+    from PIL import Image
+
+    from sima_attn.train.data.sources import IMAGE_ENDINGS
+
+    files = sorted(path for path in folder.glob("*") if path.suffix.lower() in IMAGE_ENDINGS)
+    if not files:
+        raise FileNotFoundError(f"there are no images in {folder}")
+    transform = prepare.transform()
+    photos = [Image.open(file).convert("RGB") for file in files]
+    return [np.asarray(photo) if raw else transform(photo).numpy() for photo in photos]
+
+
+def _percent(value: float) -> str:
+    return "-" if value != value else f"{value:.2f}"  # NaN: no labels

@@ -1,0 +1,72 @@
+"""`sima reproduce`: the paper's comparisons, run again."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sima_attn._files import written_whole
+from sima_attn.cli._shared import console, print_table, progress_bar
+from sima_attn.cli.train import check_installed
+
+app = typer.Typer(help="Run the paper's comparisons again.", no_args_is_help=True)
+
+
+@app.callback()
+def root() -> None:
+    """Run the paper's comparisons again."""
+
+
+@app.command("miniature")
+def miniature_command(
+    data: Annotated[str, typer.Option(help="Folder of 64-pixel images, e.g. Tiny ImageNet.")],
+    out: Annotated[Path, typer.Option(help="Folder of the runs, rows, tables and the figure.")] = Path(
+        "runs/miniature"
+    ),
+    only: Annotated[list[str] | None, typer.Option(help="Name of a run; repeat for several. Default: all.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Epochs of every run.", min=2, show_default="60")] = None,
+    seeds: Annotated[
+        list[int], typer.Option("--seed", help="Seeds of the headline pair; the others take the first. Repeat.")
+    ] = [0, 1],  # noqa: B006
+    jobs: Annotated[int, typer.Option(help="Runs side by side on the one device.", min=1)] = 1,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+) -> None:
+    """The paper's ablations on small images: one run each, tables and a figure. Start it again to go on."""
+    check_installed()
+    from sima_attn.bench.figures import check_can_plot
+    from sima_attn.train.data import open_data
+    from sima_attn.train.miniature import make_runs, planned_runs, read_collected
+    from sima_attn.train.miniature_report import plot_miniature, results_table, sizes_table
+
+    runs = planned_runs(only or (), epochs=epochs, seeds=seeds)
+    check_can_plot()
+    open_data(data, "train")  # wrong data are named before anything runs
+    if device == "auto":
+        import torch
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if jobs == 1:  # each run shows a bar of its own
+        for i, run in enumerate(runs, 1):
+            console.print(f"run {i} of {len(runs)}: {run.folder} ({run.about})", highlight=False)
+            for _, row in make_runs([run], out, data, device=device):
+                console.print(f"  {outcome(row.top1, row.status, row.seconds)}", highlight=False)
+    else:
+        with progress_bar() as bar:
+            task = bar.add_task(f"{jobs} runs at a time", total=len(runs))
+            for run, row in make_runs(runs, out, data, device=device, jobs=jobs):
+                bar.update(task, advance=1)
+                bar.console.print(f"{run.folder}: {outcome(row.top1, row.status, row.seconds)}", highlight=False)
+    results, sizes, curves = read_collected(out)
+    tables = [results_table(results)] + ([sizes_table(sizes)] if sizes else [])
+    with written_whole(out / "tables.md") as temporary:
+        temporary.write_text("\n\n".join(table.markdown() for table in tables) + "\n")
+    plot_miniature(results, curves, out / "miniature.png")
+    print_table(tables[0], title="Here, and in the paper (ImageNet)")
+    if sizes:
+        print_table(tables[1], title="Top-1 at other image sizes")
+    console.print(f"Rows, tables.md and miniature.png: {out}", highlight=False, soft_wrap=True)
+
+
+def outcome(top1: float, status: str, seconds: float) -> str:
+    """What became of a run, in a few words."""
+    return f"top-1 {top1:.2f}, {seconds:.0f} s" if status == "finished" else f"{status}, {seconds:.0f} s"

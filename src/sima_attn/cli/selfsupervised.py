@@ -1,0 +1,261 @@
+"""`sima dino`, `sima knn` and `sima linear`."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sima_attn.cli._shared import console, print_table, progress_bar
+from sima_attn.cli.train import check_installed
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from sima_attn.train.data import Source
+    from sima_attn.train.features import Backbone, Features
+
+app = typer.Typer()
+
+DEFAULT_RUN = "runs/dino-digits"
+RunOrModel = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN_OR_MODEL", help="A run's folder, a checkpoint, weights, or a model name (random weights)."
+    ),
+]
+DataOption = Annotated[str | None, typer.Option(help="Folder of the images, or digits; without it the run's.")]
+SizeOption = Annotated[int | None, typer.Option(help="Image side in pixels; without it the training size.", min=1)]
+BranchOption = Annotated[str, typer.Option(help="teacher, or the student of a DINO checkpoint.")]
+CacheOption = Annotated[
+    Path | None, typer.Option(help="Folder where features are kept.", show_default="RUN/features, or runs/features")
+]
+DtypeOption = Annotated[str, typer.Option(help="How features are kept: float16 or float32.")]
+BatchOption = Annotated[int, typer.Option(help="Images at a time.", min=1)]
+WorkersOption = Annotated[int | None, typer.Option(help="Processes that decode.", min=0)]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+
+
+@app.command("dino")
+def dino_command(
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            help="digits, miniature, xcit_small_12, xcit_small_12_xca or vit_small; without it digits.",
+            show_default=False,
+        ),
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="Folder of the images, or digits; without it the recipe's.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run.", show_default="runs/dino-RECIPE")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="A setting of the recipe, e.g. model.attention=xca."),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
+    device: DeviceOption = "auto",
+    precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; without it the recipe's.")] = None,
+    compile_: Annotated[bool, typer.Option("--compile", help="Compile the model with torch.compile.")] = False,
+) -> None:
+    """Learn features without labels (DINO). Under torchrun, on all its processes; after a crash, add --resume."""
+    check_installed()
+    from sima_attn.train.dino_recipes import DinoRecipe, named_dino_recipe
+    from sima_attn.train.recipes import with_overrides
+    from sima_attn.train.run import RunFolder
+
+    settings = list(overrides or [])
+    settings += [f"data.path={data}"] * (data is not None)
+    settings += [f"run.precision={precision}"] * (precision is not None) + ["run.compile=true"] * compile_
+    folder = out or Path("runs") / f"dino-{recipe or 'digits'}"
+    # Going on needs no recipe named: the folder knows it. One that is named is compared.
+    known = resume and recipe is None
+    base = RunFolder(folder).read_recipe(DinoRecipe) if known else named_dino_recipe(recipe or "digits")
+    resolved = with_overrides(base, settings)
+
+    from sima_attn.train.dino import train_dino
+
+    finished = train_dino(resolved, folder, resume=resume, device=device)
+    if os.environ.get("RANK", "0") != "0":
+        return  # torchrun's other processes have nothing to add
+    numbers = ", ".join(f"{name} {value:.4g}" for name, value in finished.metrics.items()) or "done"
+    console.print(f"[bold]{numbers}[/bold] after {finished.steps} steps, {finished.seconds:.0f} s", highlight=False)
+    console.print(
+        f"Run: {folder} (weights.safetensors: the teacher). Next: sima knn {folder}, sima linear {folder}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+@app.command("knn")
+def knn_command(
+    model: RunOrModel = DEFAULT_RUN,
+    data: DataOption = None,
+    k: Annotated[
+        list[int] | None, typer.Option("-k", help="Neighbours; repeat for several.", show_default="10, 20, 100, 200")
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="T of the weights exp(cosine / T).")] = 0.07,
+    size: SizeOption = None,
+    branch: BranchOption = "teacher",
+    picture: Annotated[Path | None, typer.Option(help="PNG of the nearest neighbours of six val images.")] = None,
+    map_: Annotated[Path | None, typer.Option("--map", help="PNG of the val features of ten classes.")] = None,
+    method: Annotated[str, typer.Option("--map-method", help="pca, or tsne (scikit-learn).")] = "pca",
+    out: Annotated[Path | None, typer.Option(help="CSV file for the rows.")] = None,
+    cache: CacheOption = None,
+    dtype: DtypeOption = "float16",
+    batch: BatchOption = 256,
+    workers: WorkersOption = None,
+    device: DeviceOption = "auto",
+) -> None:
+    """k-NN accuracy of frozen features: the val images among the training images."""
+    check_installed()
+    from sima_attn.bench.figures import check_can_plot
+    from sima_attn.bench.rows import write_rows
+    from sima_attn.bench.tables import TextTable
+    from sima_attn.train.features import load_backbone, plot_feature_map
+    from sima_attn.train.knn import knn_accuracy, plot_neighbours
+
+    if picture is not None or map_ is not None:
+        check_can_plot()
+    device = _device(device)
+    backbone = load_backbone(model, branch=branch)
+    taking = _Taking(model, backbone, data, size, cache, dtype, batch, workers, device)
+    train, bank = taking(backbone.model, "train")
+    val, queries = taking(backbone.model, "val")
+    counts = k or [count for count in (10, 20, 100, 200) if count <= len(bank.values)] or [len(bank.values)]
+    with progress_bar() as bar:
+        rows = knn_accuracy(
+            queries.values,
+            queries.labels,
+            bank.values,
+            bank.labels,
+            classes=len(bank.classes),
+            k=counts,
+            temperature=temperature,
+            device=device,
+            on_step=_moving(bar, "neighbours"),
+        )
+    lines = [[str(r.k), f"{r.top1:.2f}", f"{r.top5:.2f}", f"{r.images}", f"{r.bank}"] for r in rows]
+    print_table(TextTable(["k", "top-1", "top-5", "images", "bank"], lines, set()), title=f"k-NN of {model}")
+    if out is not None:
+        write_rows(out, rows)
+        console.print(f"Rows: {out}", highlight=False, soft_wrap=True)
+    if picture is not None:
+        plot_neighbours(queries, val, bank, train, picture, device=device, title=f"Nearest neighbours under {model}")
+        console.print(f"Picture: {picture}", highlight=False, soft_wrap=True)
+    if map_ is not None:
+        plot_feature_map(queries, map_, method=method, title=f"Features of {model}, {method}")
+        console.print(f"Map: {map_}", highlight=False, soft_wrap=True)
+
+
+@app.command("linear")
+def linear_command(
+    model: RunOrModel = DEFAULT_RUN,
+    data: DataOption = None,
+    features: Annotated[
+        str, typer.Option(help="layers: of the last layers, as in the paper; output: what the model gives.")
+    ] = "layers",
+    layers: Annotated[int | None, typer.Option(help="Layers to take.", show_default="2 in XCiT, 4 elsewhere")] = None,
+    norm: Annotated[bool, typer.Option(help="Pass the tokens through the model's last norm.")] = True,
+    epochs: Annotated[int | None, typer.Option(help="Without it the run's; 100 in the paper.", min=1)] = None,
+    lr: Annotated[float | None, typer.Option(help="Without it the run's; 0.001 in the paper.")] = None,
+    head_batch: Annotated[
+        int | None,
+        typer.Option("--head-batch", help="Batch of the classifier. Without it the run's; 1024 in the paper.", min=1),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the classifier's start and order.")] = 0,
+    size: SizeOption = None,
+    branch: BranchOption = "teacher",
+    out: Annotated[Path | None, typer.Option(help="CSV file for a row every ten epochs.")] = None,
+    cache: CacheOption = None,
+    dtype: DtypeOption = "float16",
+    batch: BatchOption = 256,
+    workers: WorkersOption = None,
+    device: DeviceOption = "auto",
+) -> None:
+    """Accuracy of a linear classifier on frozen features, trained by SGD as in the paper."""
+    check_installed()
+    from dataclasses import replace
+
+    from sima_attn._errors import unknown_name
+    from sima_attn.bench.rows import write_rows
+    from sima_attn.train.features import LayerFeatures, load_backbone
+    from sima_attn.train.linear import train_linear
+
+    if features not in ("layers", "output"):
+        raise unknown_name("features", features, ("layers", "output"))
+    if features == "output" and (layers is not None or not norm):
+        raise ValueError("--layers and --no-norm are of --features layers; the output is what the model gives")
+    device = _device(device)
+    backbone = load_backbone(model, branch=branch)
+    reader: nn.Module = LayerFeatures(backbone.model, layers, norm) if features == "layers" else backbone.model
+    given: dict[str, Any] = {"epochs": epochs, "lr": lr, "batch": head_batch}
+    probe = replace(backbone.probe, **{name: value for name, value in given.items() if value is not None})
+    taking = _Taking(model, backbone, data, size, cache, dtype, batch, workers, device)
+    _, train = taking(reader, "train")
+    _, val = taking(reader, "val")
+    with progress_bar() as bar:
+        result = train_linear(train, val, probe, device=device, seed=seed, on_step=_moving(bar, "linear classifier"))
+    width = train.values.shape[1]
+    console.print(
+        f"[bold]top-1 {result.top1:.2f}, top-5 {result.top5:.2f}[/bold] of {len(val.values)} images: linear on {width} "
+        f"channels of {model}, {probe.epochs} epochs, lr {probe.lr:g}, batch {probe.batch}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if out is not None:
+        write_rows(out, result.rows)
+        console.print(f"Rows: {out}", highlight=False, soft_wrap=True)
+
+
+class _Taking:
+    """Takes the features of a split, or finds them where they were kept."""
+
+    def __init__(
+        self,
+        model: str,
+        backbone: "Backbone",
+        data: str | None,
+        size: int | None,
+        cache: Path | None,
+        dtype: str,
+        batch: int,
+        workers: int | None,
+        device: str,
+    ) -> None:
+        from dataclasses import replace
+
+        self.path = data if data is not None else backbone.data.path
+        if not self.path:
+            raise ValueError(f"{model} is a registered model: say with --data which images to take")
+        changes: dict[str, Any] = {"size": size, "workers": workers}
+        self.data = replace(backbone.data, **{name: value for name, value in changes.items() if value is not None})
+        where = Path(model) if Path(model).is_dir() else Path(model).parent if Path(model).is_file() else Path("runs")
+        self.folder = cache or where / "features"
+        self.options: dict[str, Any] = {"dtype": dtype, "batch": batch, "device": device}
+
+    def __call__(self, model: "nn.Module", split: str) -> "tuple[Source, Features]":
+        from sima_attn.train.data import open_data
+        from sima_attn.train.features import extract
+
+        source = open_data(self.path, split)
+        with progress_bar() as bar:
+            step = _moving(bar, f"features of {split}")
+            return source, extract(
+                model, source, self.data, self.folder, say=bar.console.print, on_step=step, **self.options
+            )
+
+
+def _moving(bar: Any, what: str) -> Any:
+    task = bar.add_task(what, total=None)
+    return lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _device(device: str) -> str:
+    import torch
+
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device must be auto, cpu or cuda, got {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda was asked for, but torch sees no GPU here; use --device cpu")
+    return device

@@ -1,0 +1,48 @@
+"""`sima serve`: the web page."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+app = typer.Typer()
+
+
+@app.command("serve")
+def serve_command(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="A timm model name, NAME=WEIGHTS, a run's folder or a checkpoint; without it the shipped model."
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; the default is reached from this machine alone.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8000,
+    samples: Annotated[Path | None, typer.Option(help="Folder of photos to offer beside your own.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    queue: Annotated[int, typer.Option(help="Requests that may wait; more are turned away.", min=0)] = 16,
+    timeout: Annotated[float, typer.Option(help="Seconds a request may take.", min=1.0)] = 60.0,
+) -> None:
+    """Serve a page on which a photo is classified and looked into."""
+    from sima_attn.serve.run import check_installed, serve
+
+    check_installed()
+    err = Console(stderr=True)
+    with err.status("loading"):
+        import torch
+
+        from sima_attn.explain.subject import UNTRAINED, load_subject
+        from sima_attn.serve.limits import Limits
+
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        subject = load_subject(model, device=device)
+    if not subject.trained:
+        err.print(f"[yellow]note:[/yellow] {escape(subject.name)} {UNTRAINED}", highlight=False)
+    if host not in ("127.0.0.1", "::1", "localhost"):
+        err.print(f"[yellow]note:[/yellow] {escape(host)} can be reached from other machines", highlight=False)
+    serve(subject, host=host, port=port, samples=samples, limits=Limits(queue=queue, seconds=timeout))

@@ -1,0 +1,408 @@
+"""COCO's files: images and objects in, results and AP out. pycocotools draws the masks and computes the AP.
+
+Annotations that cannot be used are left out, counted by reason and named. Crowds are not trained on; the AP knows
+them as regions to ignore. Shapes: n objects; boxes (x0, y0, x1, y1) here, (x, y, width, height) in the files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from sima_attn._files import written_whole
+
+# Where the files of a split lie: COCO's own folders first.
+ANNOTATION_FILES = (
+    "annotations/instances_{split}2017.json",
+    "annotations/instances_{split}.json",
+    "instances_{split}2017.json",
+    "instances_{split}.json",
+    "{split}/_annotations.coco.json",
+)
+IMAGE_FOLDERS = ("{split}2017", "images/{split}2017", "{split}", "images/{split}", "images", ".")
+LEAST_SIDE = 1.0  # pixels, of a box to train on
+KINDS = {"box": "bbox", "mask": "segm"}
+
+
+def check_pycocotools() -> None:
+    """Say what is missing before a long run, not after it."""
+    try:
+        import pycocotools  # noqa: F401
+    except ImportError:
+        raise ValueError("this needs pycocotools, which is not installed: pip install 'sima-attn[detection]'") from None
+
+
+@dataclass
+class LeftOut:
+    """Why records of a file are not used: how many, and the first one."""
+
+    reasons: dict[str, tuple[int, str]]
+
+    def add(self, reason: str, record: Mapping[str, Any]) -> None:
+        """Take note of a record."""
+        count, first = self.reasons.get(reason, (0, f"id {record.get('id', 'none')}"))
+        self.reasons[reason] = (count + 1, first)
+
+    def lines(self) -> list[str]:
+        """A line a reason."""
+        return [f"left out {count} {reason}, the first: {first}" for reason, (count, first) in self.reasons.items()]
+
+
+class CocoData:
+    """The images of one split and what is on them.
+
+    Attributes:
+        images: Records of the file: id, file_name, height, width.
+        objects: For each image its annotations, crowds among them.
+        classes: Names; label k stands for classes[k - 1]. The ids of the categories may have gaps.
+        category_ids: Of the classes.
+    """
+
+    blocks = None  # any image can be read at any time
+
+    def __init__(
+        self,
+        file: Path,
+        folder: Path,
+        images: list[dict[str, Any]],
+        objects: list[list[dict[str, Any]]],
+        categories: list[dict[str, Any]],
+    ) -> None:
+        self.file, self.folder, self.images, self.objects, self.categories = file, folder, images, objects, categories
+        self.classes = [str(category["name"]) for category in categories]
+        self.category_ids = [int(category["id"]) for category in categories]
+        self.labels = {id_: label for label, id_ in enumerate(self.category_ids, start=1)}
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    @property
+    def categories_by_id(self) -> dict[int, str]:
+        """Id -> name."""
+        return dict(zip(self.category_ids, self.classes, strict=True))
+
+    def name(self, index: int) -> str:
+        """Where an image lies."""
+        return str(self.folder / self.images[index]["file_name"])
+
+    def read(self, index: int) -> Image.Image:
+        """An image as RGB, whatever its mode."""
+        record = self.images[index]
+        image = Image.open(self.name(index)).convert("RGB")
+        if image.size != (record["width"], record["height"]):
+            raise ValueError(f"{self.name(index)} has the size {image.size}, the annotations have another one")
+        return image
+
+    def target(self, index: int) -> dict[str, Tensor]:
+        """Boxes [n, 4], labels [n] and masks [n, height, width] of what an image can be trained on."""
+        record = self.images[index]
+        height, width = record["height"], record["width"]
+        mine = [a for a in self.objects[index] if is_trainable(a, width, height)]
+        boxes = torch.tensor([corners(a["bbox"], width, height) for a in mine]).reshape(-1, 4)
+        masks = np.stack([mask_of(a, height, width) for a in mine]) if mine else np.zeros((0, height, width), np.uint8)
+        labels = torch.tensor([self.labels[a["category_id"]] for a in mine], dtype=torch.long)
+        return {"boxes": boxes, "labels": labels, "masks": torch.from_numpy(masks)}
+
+    def only_trainable(self) -> CocoData:
+        """The images that have an object to train on."""
+        kept = [
+            i
+            for i, image in enumerate(self.images)
+            if any(is_trainable(a, image["width"], image["height"]) for a in self.objects[i])
+        ]
+        if not kept:
+            raise ValueError(f"{self.file} has no object to train on: every image is empty, or has crowds alone")
+        images, objects = [self.images[i] for i in kept], [self.objects[i] for i in kept]
+        return CocoData(self.file, self.folder, images, objects, self.categories)
+
+    def ground_truth(self) -> Any:
+        """A pycocotools COCO of these annotations, areas and crowd marks filled in where the file has none."""
+        check_pycocotools()
+        from pycocotools.coco import COCO
+
+        coco = COCO()
+        annotations: list[dict[str, Any]] = []
+        for image, objects in zip(self.images, self.objects, strict=True):
+            for a in objects:
+                area = a.get("area")
+                if area is None:
+                    area = int(mask_of(a, image["height"], image["width"]).sum())
+                known = {"id": len(annotations) + 1, "image_id": image["id"], "area": area}
+                annotations.append({**a, **known, "iscrowd": int(a.get("iscrowd", 0))})
+        coco.dataset = {"images": self.images, "annotations": annotations, "categories": self.categories}
+        with contextlib.redirect_stdout(io.StringIO()):
+            coco.createIndex()
+        return coco
+
+
+def open_coco(path: str | Path, split: str, say: Callable[[str], None] = print) -> CocoData:
+    """A split of a folder in COCO's format; what cannot be used is left out and said."""
+    root = Path(path)
+    if not root.is_dir():
+        raise FileNotFoundError(f"there is no folder {root}")
+    files = [root / pattern.format(split=split) for pattern in ANNOTATION_FILES]
+    file = next((file for file in files if file.is_file()), None)
+    if file is None:
+        tried = ", ".join(pattern.format(split=split) for pattern in ANNOTATION_FILES)
+        raise FileNotFoundError(f"{root} has no annotations of the split {split!r}; looked for {tried}")
+    content = read_json(file)
+    left_out = LeftOut({})
+    categories = _categories(content, file)
+    images = _images(content, file, left_out)
+    folder = _image_folder(root, split, images)
+    places = {image["id"]: i for i, image in enumerate(images)}
+    objects: list[list[dict[str, Any]]] = [[] for _ in images]
+    known = {category["id"] for category in categories}
+    for annotation in content["annotations"]:
+        place = places.get(annotation.get("image_id"))
+        if place is None:
+            left_out.add("annotations of an image that is not in the file", annotation)
+            continue
+        reason, usable = _checked(annotation, images[place], known)
+        if reason:
+            left_out.add(f"annotations {reason}", annotation)
+        else:
+            objects[place].append(usable)
+    for line in left_out.lines():
+        say(f"{file.name}: {line}")
+    return CocoData(file, folder, images, objects, categories)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The content of an annotation file."""
+    try:
+        content = json.loads(file.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is no json: {error}") from error
+    missing = [
+        key
+        for key in ("images", "annotations", "categories")
+        if not isinstance(content, dict) or not isinstance(content.get(key), list)
+    ]
+    if missing:
+        raise ValueError(f"{file} is not in COCO's instances format: it has no list of {', '.join(missing)}")
+    return content
+
+
+def _categories(content: dict[str, Any], file: Path) -> list[dict[str, Any]]:
+    categories = content["categories"]
+    wrong = [c for c in categories if not isinstance(c, dict) or "name" not in c or not isinstance(c.get("id"), int)]
+    if wrong or not categories:
+        given = wrong[0] if wrong else "no category"
+        raise ValueError(f"{file}: a category needs a whole number as id and a name, got {given}")
+    if len({c["id"] for c in categories}) != len(categories):
+        raise ValueError(f"{file}: two categories have the same id")
+    return sorted(categories, key=lambda category: category["id"])
+
+
+def _images(content: dict[str, Any], file: Path, left_out: LeftOut) -> list[dict[str, Any]]:
+    images: dict[int, dict[str, Any]] = {}
+    for record in content["images"]:
+        sides = [record.get("height"), record.get("width")]
+        if "id" not in record or not record.get("file_name"):
+            left_out.add("images without an id or a file_name", record)
+        elif not all(isinstance(side, int) and side > 0 for side in sides):
+            left_out.add("images without a height and a width", record)
+        elif record["id"] in images:
+            raise ValueError(f"{file}: two images have the id {record['id']}")
+        else:
+            images[record["id"]] = record
+    if not images:
+        raise ValueError(f"{file} has no images")
+    return list(images.values())
+
+
+def _image_folder(root: Path, split: str, images: Sequence[Mapping[str, Any]]) -> Path:
+    folders = [root / pattern.format(split=split) for pattern in IMAGE_FOLDERS]
+    for folder in folders:
+        if any((folder / image["file_name"]).is_file() for image in images[:100]):
+            return folder
+    tried = ", ".join(pattern.format(split=split) for pattern in IMAGE_FOLDERS)
+    raise FileNotFoundError(f"{root}: none of the first images, e.g. {images[0]['file_name']}, is in {tried}")
+
+
+def _checked(annotation: dict[str, Any], image: Mapping[str, Any], known: set[int]) -> tuple[str, dict[str, Any]]:
+    """(why an annotation cannot be used, "" if it can; the annotation, its broken polygons left out)."""
+    if annotation.get("category_id") not in known:
+        return "of a category that is not in the file", {}
+    box = annotation.get("bbox")
+    if not isinstance(box, list) or len(box) != 4 or not all(_is_finite(x) for x in box):
+        return "whose box is not four numbers", {}
+    if box[2] <= 0 or box[3] <= 0:
+        return "with an empty box", {}
+    segmentation = annotation.get("segmentation")
+    if isinstance(segmentation, dict):
+        if segmentation.get("size") != [image["height"], image["width"]] or not segmentation.get("counts"):
+            return "whose mask has not the image's size", {}
+        return "", annotation
+    # A polygon of four numbers would be taken for a box, and one of an odd number of them read past its end.
+    polygons = [p for p in segmentation if _is_polygon(p)] if isinstance(segmentation, list) else []
+    if not polygons:
+        return "without a mask", {}
+    return "", {**annotation, "segmentation": polygons}
+
+
+def _is_finite(x: object) -> bool:
+    return isinstance(x, int | float) and math.isfinite(x)
+
+
+def _is_polygon(p: object) -> bool:
+    return isinstance(p, list) and len(p) >= 6 and len(p) % 2 == 0 and all(_is_finite(x) for x in p)
+
+
+def corners(box: Sequence[float], width: int, height: int) -> tuple[float, float, float, float]:
+    """x, y, width, height -> x0, y0, x1, y1 on the image."""
+    x, y, w, h = box
+    return max(0.0, x), max(0.0, y), min(float(width), x + w), min(float(height), y + h)
+
+
+def is_trainable(annotation: Mapping[str, Any], width: int, height: int) -> bool:
+    """One object, a pixel or more of it on the image each way."""
+    x0, y0, x1, y1 = corners(annotation["bbox"], width, height)
+    return not annotation.get("iscrowd") and x1 - x0 >= LEAST_SIDE and y1 - y0 >= LEAST_SIDE
+
+
+def mask_of(annotation: Mapping[str, Any], height: int, width: int) -> np.ndarray:
+    """The mask [height, width] of polygons or of a run-length code, 0 and 1."""
+    from pycocotools import mask
+
+    segmentation = annotation["segmentation"]
+    if isinstance(segmentation, list):
+        code = mask.merge(mask.frPyObjects(segmentation, height, width))
+    elif isinstance(segmentation["counts"], list):
+        code = mask.frPyObjects(segmentation, height, width)
+    else:
+        code = segmentation
+    return mask.decode(code)
+
+
+def to_results(image_id: int, detections: Mapping[str, Tensor], category_ids: Sequence[int]) -> list[dict[str, Any]]:
+    """Detections of an image in COCO's result format, masks as run-length codes."""
+    from pycocotools import mask
+
+    boxes = detections["boxes"].float().cpu()
+    boxes = torch.cat([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], dim=1)
+    binary = (detections["masks"][:, 0] > 0.5).to(torch.uint8).cpu().numpy()
+    rows = zip(boxes.tolist(), detections["labels"].tolist(), detections["scores"].tolist(), binary, strict=True)
+    results = []
+    for box, label, score, pixels in rows:
+        code = mask.encode(np.asfortranarray(pixels))
+        results.append(
+            {
+                "image_id": image_id,
+                "category_id": category_ids[label - 1],
+                "bbox": [round(x, 2) for x in box],
+                "score": round(score, 5),
+                "segmentation": {"size": list(code["size"]), "counts": code["counts"].decode("ascii")},
+            }
+        )
+    return results
+
+
+def write_results(path: Path, results: Sequence[Mapping[str, Any]]) -> None:
+    """A prediction file in COCO's result format."""
+    with written_whole(path) as temporary:
+        temporary.write_text(json.dumps(results))
+
+
+class Precision(NamedTuple):
+    """Average precision in percent, as pycocotools defines it; NaN where there is no object to find."""
+
+    ap: float
+    ap50: float
+    ap75: float
+    small: float
+    medium: float
+    large: float
+
+
+@dataclass(frozen=True)
+class CategoryRow:
+    """The AP of one category, in percent; NaN where there is none of it."""
+
+    id: int
+    name: str
+    objects: int
+    box_ap: float
+    box_ap50: float
+    mask_ap: float
+    mask_ap50: float
+
+
+class CocoScores(NamedTuple):
+    """AP of boxes and masks over all categories, and of each."""
+
+    box: Precision
+    mask: Precision
+    categories: list[CategoryRow]
+    images: int
+
+    def metrics(self) -> dict[str, float]:
+        """The six numbers of the paper's Table 4."""
+        return {
+            f"{kind}_{name}": getattr(precision, name)
+            for kind, precision in (("box", self.box), ("mask", self.mask))
+            for name in ("ap", "ap50", "ap75")
+        }
+
+
+def coco_scores(
+    data: CocoData, results: Sequence[Mapping[str, Any]], image_ids: Iterable[int] | None = None
+) -> CocoScores:
+    """pycocotools' AP of results in COCO's format, over the images given (without it: all)."""
+    truth = data.ground_truth()
+    ids = sorted(image_ids if image_ids is not None else truth.getImgIds())
+    objects = [a for a in truth.loadAnns(truth.getAnnIds(imgIds=ids)) if not a["iscrowd"]]
+    if not objects:
+        raise ValueError(f"{data.file} has no object on these {len(ids)} images to compute an AP from")
+    found = {kind: _evaluate(truth, results, ids, code) for kind, code in KINDS.items()}
+    counts = {id_: sum(a["category_id"] == id_ for a in objects) for id_ in data.category_ids}
+    rows = [
+        CategoryRow(
+            id_,
+            name,
+            counts[id_],
+            *(_mean(found[kind][1][level, :, k]) for kind in KINDS for level in (slice(None), slice(0, 1))),
+        )
+        for k, (id_, name) in enumerate(zip(data.category_ids, data.classes, strict=True))
+    ]
+    return CocoScores(found["box"][0], found["mask"][0], rows, len(ids))
+
+
+def _evaluate(
+    truth: Any, results: Sequence[Mapping[str, Any]], ids: list[int], code: str
+) -> tuple[Precision, np.ndarray]:
+    """The six numbers, and the precision [10 IoU thresholds, 101 recalls, K] of all areas and 100 detections."""
+    from pycocotools.cocoeval import COCOeval
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        if results:
+            found = truth.loadRes([dict(result) for result in results])  # it writes into what it is given
+        else:
+            found = type(truth)()  # loadRes cannot take none
+            found.dataset = {**truth.dataset, "annotations": []}
+            found.createIndex()
+        evaluation = COCOeval(truth, found, code)
+        evaluation.params.imgIds = ids
+        evaluation.evaluate()
+        evaluation.accumulate()
+        evaluation.summarize()
+    numbers = [100 * x if x >= 0 else math.nan for x in evaluation.stats[:6].tolist()]
+    return Precision(*numbers), evaluation.eval["precision"][:, :, :, 0, 2]
+
+
+def _mean(precision: np.ndarray) -> float:
+    """Mean in percent over what is there; pycocotools marks what is not by -1."""
+    there = precision[precision > -1]
+    return 100 * float(there.mean()) if there.size else math.nan

@@ -1,0 +1,31 @@
+"""Model and image -> heat map.
+
+subject     a model by name, run or file, and how it wants its photos
+reading     queries, keys and token grids of every layer, read with hooks from the running model
+maps        a layer -> a map in [0, 1] at the size of the image
+effects     what one token takes from every other; what the attention of a layer is like, in numbers
+deletion    does the model need what the map says it looks at?
+drawing, figures    maps -> pictures, rows -> plots
+"""
+
+from sima_attn.explain.deletion import DeletionRow, deletion_test
+from sima_attn.explain.effects import AttentionRow, attention_statistics, effect
+from sima_attn.explain.maps import heatmap, heatmaps
+from sima_attn.explain.reading import Layer, Reading, read_attention
+from sima_attn.explain.subject import Subject, load_subject, open_photo
+
+__all__ = [
+    "AttentionRow",
+    "DeletionRow",
+    "Layer",
+    "Reading",
+    "Subject",
+    "attention_statistics",
+    "deletion_test",
+    "effect",
+    "heatmap",
+    "heatmaps",
+    "load_subject",
+    "open_photo",
+    "read_attention",
+]

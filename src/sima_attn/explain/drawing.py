@@ -1,0 +1,107 @@
+"""Maps -> pictures: a map over its photo, and sheets of pictures with captions. Needs Pillow alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+# Colours at equal steps. Heat goes from 0 to 1; effect from -1 (takes away, blue) over 0 (white) to 1 (adds, red).
+HEAT = np.array([[20, 24, 110], [20, 110, 220], [60, 200, 170], [250, 220, 60], [230, 40, 30]], dtype=np.float32)
+EFFECT = np.array([[20, 60, 200], [245, 245, 245], [210, 30, 30]], dtype=np.float32)
+GAP, MARGIN, TEXT = 10, 16, 15
+INK, PAPER, FRAME = (40, 40, 40), (255, 255, 255), (20, 20, 20)
+
+
+class Tile(NamedTuple):
+    """A picture and the line under it."""
+
+    picture: Image.Image
+    caption: str
+
+
+def colour(values: np.ndarray, ramp: np.ndarray) -> np.ndarray:
+    """Values in [0, 1], any shape -> colours of the ramp [..., 3], floats up to 255."""
+    places = np.clip(values, 0, 1) * (len(ramp) - 1)
+    steps = np.arange(len(ramp))
+    return np.stack([np.interp(places, steps, ramp[:, c]) for c in range(3)], axis=-1)
+
+
+def overlay(photo: Image.Image, heat: np.ndarray, opacity: float = 0.55) -> Image.Image:
+    """A photo under its heat map [height, width] in [0, 1]."""
+    return _blend(photo, colour(heat, HEAT), np.full(heat.shape, opacity))
+
+
+def effect_overlay(
+    photo: Image.Image, signed: np.ndarray, patch: tuple[int, int], grid: tuple[float, float], opacity: float = 0.75
+) -> Image.Image:
+    """A photo under an effect map in [-1, 1], the patch asked for framed; where nothing happens the photo is grey."""
+    grey = photo.convert("L").convert("RGB")
+    picture = _blend(grey, colour((signed + 1) / 2, EFFECT), opacity * np.sqrt(np.abs(signed)))
+    width, height = photo.size
+    (row, column), (rows, columns) = patch, grid
+    box = [column * width / columns, row * height / rows, (column + 1) * width / columns, (row + 1) * height / rows]
+    line = max(1, min(width, height) // 150)
+    draw = ImageDraw.Draw(picture)
+    draw.rectangle(box, outline=(255, 255, 255), width=2 * line)
+    draw.rectangle(box, outline=FRAME, width=line)
+    return picture
+
+
+def _blend(photo: Image.Image, colours: np.ndarray, opacity: np.ndarray) -> Image.Image:
+    pixels = np.asarray(photo.convert("RGB"), dtype=np.float32)
+    if pixels.shape[:2] != colours.shape[:2]:
+        raise ValueError(f"a map of {colours.shape[:2]} does not fit a photo of {pixels.shape[:2]} (height, width)")
+    mixed = pixels * (1 - opacity[..., None]) + colours * opacity[..., None]
+    return Image.fromarray(mixed.round().clip(0, 255).astype(np.uint8))
+
+
+def shrink(photo: Image.Image, longest: int) -> Image.Image:
+    """The photo with its longer side at most that many pixels."""
+    scale = longest / max(photo.size)
+    if scale >= 1:
+        return photo
+    width, height = (max(1, round(side * scale)) for side in photo.size)
+    return photo.resize((width, height), Image.Resampling.LANCZOS)
+
+
+def sheet(rows: Sequence[Sequence[Tile]], title: str = "", cell: int = 240) -> Image.Image:
+    """Rows of tiles with captions; each picture fits a square cell, each row is as high as its highest picture."""
+    if not rows or not any(rows):
+        raise ValueError("there are no pictures for the sheet")
+    font, heading = ImageFont.load_default(TEXT), ImageFont.load_default(TEXT + 5)
+    line = TEXT + 8
+    fitted = [[Tile(_fit(tile.picture, cell), tile.caption) for tile in row] for row in rows]
+    heights = [max((tile.picture.height for tile in row), default=0) + line for row in fitted]
+    columns = max(map(len, fitted))
+    top = MARGIN + (TEXT + 5 + 2 * GAP if title else 0)
+    width = max(2 * MARGIN + columns * cell + (columns - 1) * GAP, 2 * MARGIN + round(heading.getlength(title)))
+    page = Image.new("RGB", (width, top + sum(heights) + (len(heights) - 1) * GAP + MARGIN), PAPER)
+    draw = ImageDraw.Draw(page)
+    if title:
+        draw.text((MARGIN, MARGIN), title, fill=INK, font=heading)
+    y = top
+    for row, height in zip(fitted, heights, strict=True):
+        for column, (picture, caption) in enumerate(row):
+            x = MARGIN + column * (cell + GAP)
+            page.paste(picture, (x + (cell - picture.width) // 2, y + height - line - picture.height))
+            text = _shorten(caption, font, cell)
+            draw.text((x + (cell - font.getlength(text)) / 2, y + height - line + 3), text, fill=INK, font=font)
+        y += height + GAP
+    return page
+
+
+def _fit(picture: Image.Image, cell: int) -> Image.Image:
+    scale = cell / max(picture.size)
+    width, height = (max(1, round(side * scale)) for side in picture.size)
+    return picture.resize((width, height), Image.Resampling.LANCZOS if scale < 1 else Image.Resampling.BICUBIC)
+
+
+def _shorten(text: str, font, width: int) -> str:
+    if font.getlength(text) <= width:
+        return text
+    while text and font.getlength(text + "...") > width:
+        text = text[:-1]
+    return text + "..."

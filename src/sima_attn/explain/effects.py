@@ -1,0 +1,106 @@
+"""What one token takes from every other, and what the attention of a layer is like in numbers.
+
+A row n of Q-hat K-hat^T is signed: token m adds its value to token n's output, or takes it away.
+
+Shapes: B batch, H heads, N query tokens, M key tokens, D channels a head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor, nn
+
+from sima_attn.explain.maps import Photo, look_at, spread
+from sima_attn.explain.reading import Layer, Reading
+
+
+def effect(model: nn.Module, image: Photo, *, patch: tuple[int, int], layer: int = -1) -> np.ndarray:
+    """What the patch (row, column) takes from everywhere: a map in [-1, 1] at image size, 0 meaning nothing.
+
+    It is the row of the attention matrix, its heads averaged, divided by its largest magnitude.
+    """
+    reading, size = look_at(model, image)
+    return signed_unit(spread(effect_scores(reading.layer(layer), patch)[None], reading.share, size))
+
+
+def effect_scores(layer: Layer, patch: tuple[int, int]) -> Tensor:
+    """The row of the attention matrix for a patch of the query grid, on the grid of the keys [rows, columns]."""
+    rows, columns = layer.q_grid
+    row, column = patch
+    if not (0 <= row < rows and 0 <= column < columns):
+        raise ValueError(
+            f"{layer.path} has {rows} x {columns} patches: a patch is (row, column) from (0, 0) to "
+            f"({rows - 1}, {columns - 1}), got {tuple(patch)}"
+        )
+    prefix = layer.q.shape[2] - rows * columns
+    keys = layer.k_grid[0] * layer.k_grid[1]
+    weights = layer.matrix()[0, :, prefix + row * columns + column].mean(0)  # [M]
+    return weights[-keys:].unflatten(0, layer.k_grid)  # [rows, columns]
+
+
+def signed_unit(values: np.ndarray) -> np.ndarray:
+    """Values divided by their largest magnitude."""
+    largest = float(np.abs(values).max())
+    return values / largest if largest > 0 else np.zeros_like(values)
+
+
+@dataclass(frozen=True)
+class AttentionRow:
+    """One layer, averaged over heads and images.
+
+    negative_share is that of the entries of the attention matrix; 0 for softmax, and NaN where there is no matrix
+    of tokens. largest_channel_share is what the strongest channel has of all of them, by the Frobenius norm of its
+    part |q^c|_2 |k^c|_2 of Q-hat K-hat^T (of Q K^T for softmax): 1/D if all channels count alike, 1 if one is all.
+    """
+
+    model: str
+    layer: int
+    path: str
+    images: int
+    N: int
+    M: int
+    H: int
+    D: int
+    negative_share: float
+    largest_channel_share: float
+
+
+def attention_statistics(readings: list[Reading], model: str) -> list[AttentionRow]:
+    """A row for each layer, averaged over readings of the same model."""
+    if not readings:
+        raise ValueError("there is nothing to count: give at least one reading")
+    rows = []
+    for index, first in enumerate(readings[0].layers):
+        layers = [reading.layers[index] for reading in readings]
+        counts = [len(layer.q) for layer in layers]
+        negative = [_negative_share(layer) for layer in layers]
+        largest = [float(_largest_channel_share(layer)) for layer in layers]
+        rows.append(
+            AttentionRow(
+                model=model,
+                layer=index,
+                path=first.path,
+                images=sum(counts),
+                N=first.q.shape[2],
+                M=first.k.shape[2],
+                H=first.q.shape[1],
+                D=first.q.shape[3],
+                negative_share=round(float(np.average(negative, weights=counts)), 6),
+                largest_channel_share=round(float(np.average(largest, weights=counts)), 6),
+            )
+        )
+    return rows
+
+
+def _negative_share(layer: Layer) -> float:
+    try:
+        return float((layer.matrix() < 0).float().mean())
+    except ValueError:  # no matrix of tokens
+        return float("nan")
+
+
+def _largest_channel_share(layer: Layer) -> Tensor:
+    strength = layer.normalized("q").norm(dim=2) * layer.normalized("k").norm(dim=2)  # [B, H, D]
+    return (strength.amax(-1) / strength.sum(-1).clamp_min(1e-30)).mean()

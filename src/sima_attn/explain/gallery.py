@@ -1,0 +1,193 @@
+"""Photos and models -> files: one picture a photo, a contact sheet of all, raw arrays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sima_attn._files import written_whole
+from sima_attn.explain.drawing import Tile, effect_overlay, overlay, sheet, shrink
+from sima_attn.explain.effects import effect_scores, signed_unit
+from sima_attn.explain.maps import raw_scores, spread, to_map
+from sima_attn.explain.reading import PARTS, Reading, read_attention
+from sima_attn.explain.subject import Subject, open_photo
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+LONGEST = 1024  # pixels of a photo that is drawn on
+COLUMNS = 6
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """What to draw: the models side by side, the layers (None: all) and the parts of each.
+
+    Attributes:
+        subjects: One model, or several to compare.
+        layers: Their numbers, from 0, or from the end if negative.
+        of: "q", "k" or both.
+        size: Of the image as a model gets it, in pixels of a square's side; None: as it was trained.
+        opacity: Of the map over the photo, in [0, 1].
+    """
+
+    subjects: Sequence[Subject]
+    layers: Sequence[int] | None = (-1,)
+    of: Sequence[str] = PARTS
+    size: int | None = None
+    opacity: float = 0.55
+
+    def __post_init__(self) -> None:
+        if not self.of or set(self.of) - set(PARTS):
+            raise ValueError(f"a map is of 'q' (queries) or 'k' (keys), got {list(self.of)}")
+        if not 0 <= self.opacity <= 1:
+            raise ValueError(f"opacity must be from 0 to 1, got {self.opacity}")
+
+    def read(self, photo: Image) -> list[Reading]:
+        """One forward of each model."""
+        return [read_attention(subject.model, subject.prepare(photo, self.size)) for subject in self.subjects]
+
+    def tiles(self, photo: Image, readings: Sequence[Reading], layers: Sequence[int] | None) -> list[Tile]:
+        """A picture for each model, part and layer."""
+        found = []
+        for letter, reading in zip(_letters(self.subjects), readings, strict=True):
+            for part in self.of:
+                for number in range(len(reading.layers)) if layers is None else layers:
+                    heat = to_map(reading.layer(number).scores(part), reading.share, (photo.height, photo.width))
+                    caption = f"{letter}{part}, layer {number % len(reading.layers) + 1}"
+                    found.append(Tile(overlay(photo, heat, self.opacity), caption))
+        return found
+
+    def title(self) -> str:
+        """The models, and whether they are trained."""
+        return _names(self.subjects)
+
+    def write(
+        self,
+        photos: Sequence[Path],
+        out: Path,
+        *,
+        raw: bool = False,
+        on_photo: Callable[[Path], object] = lambda path: None,
+    ) -> list[Path]:
+        """NAME.png for each photo, contact_sheet.png for several, and NAME.npz with the raw scores if asked for.
+
+        The contact sheet shows the chosen layers, or the last one where all were asked for.
+        """
+        written, groups = [], []
+        for path, stem in zip(photos, _stems(photos), strict=True):
+            photo = shrink(open_photo(path), LONGEST)
+            readings = self.read(photo)
+            original = Tile(photo, path.stem)
+            tiles = self.tiles(photo, readings, self.layers)
+            if self.layers is None:
+                depths = [len(reading.layers) for reading in readings for _ in self.of]
+                rows = [[original], *_rows_by_depth(tiles, depths)]
+                groups.append([original, *self.tiles(photo, readings, (-1,))])
+            else:
+                rows = _lines([original, *tiles], COLUMNS)
+                groups.append([original, *tiles])
+            written.append(_save(sheet(rows, self.title()), out / f"{stem}.png"))
+            if raw:
+                written.append(self._write_raw(readings, out / f"{stem}.npz"))
+            on_photo(path)
+        if len(photos) > 1:
+            together = max(1, COLUMNS // len(groups[0]))  # photos in one line of the sheet
+            lines = [[*chain(*groups[i : i + together])] for i in range(0, len(groups), together)]
+            small = [[Tile(shrink(tile.picture, 320), tile.caption) for tile in line] for line in lines]
+            written.append(_save(sheet(small, self.title(), cell=180), out / "contact_sheet.png"))
+        return written
+
+    def _write_raw(self, readings: Sequence[Reading], path: Path) -> Path:
+        arrays: dict[str, np.ndarray] = {}
+        for subject, reading in zip(self.subjects, readings, strict=True):
+            layers = range(len(reading.layers)) if self.layers is None else self.layers
+            prefix = f"{subject.name}." if len(self.subjects) > 1 else ""
+            arrays |= {prefix + key: value for key, value in raw_scores(reading, layers, self.of).items()}
+        with written_whole(path) as temporary, open(temporary, "wb") as file:
+            np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
+        return path
+
+
+def write_effect(
+    subjects: Sequence[Subject], path: Path, out: Path, *, patch: tuple[int, int], layer: int, size: int | None = None
+) -> Path:
+    """A picture of what one patch takes from all others in each model: red adds, blue takes away."""
+    photo = shrink(open_photo(path), LONGEST)
+    tiles = [Tile(photo, path.stem)]
+    first = None
+    for letter, subject in zip(_letters(subjects), subjects, strict=True):
+        reading = read_attention(subject.model, subject.prepare(photo, size))
+        seen = reading.layer(layer)
+        first = first or seen.q_grid  # the patch is one of this grid; of another grid, the one that lies there
+        place = (_moved(patch[0], first[0], seen.q_grid[0]), _moved(patch[1], first[1], seen.q_grid[1]))
+        scores = effect_scores(seen, place)
+        signed = signed_unit(spread(scores[None], reading.share, (photo.height, photo.width)))
+        grid = (seen.q_grid[0] * reading.share[0], seen.q_grid[1] * reading.share[1])
+        negative = float((scores < 0).float().mean())
+        caption = f"{letter}layer {layer % len(reading.layers) + 1}, {negative:.0%} negative"
+        tiles.append(Tile(effect_overlay(photo, signed, place, grid), caption))
+    return _save(sheet([tiles], f"what patch {patch[0]}, {patch[1]} takes: {_names(subjects)}", cell=420), out)
+
+
+def read_photos(
+    subject: Subject, photos: Sequence[Path], size: int | None = None, on_photo: Callable[[], object] = lambda: None
+) -> list[Reading]:
+    """A reading of each photo."""
+    readings = []
+    for path in photos:
+        readings.append(read_attention(subject.model, subject.prepare(open_photo(path), size)))
+        on_photo()
+    return readings
+
+
+def _moved(index: int, count: int, other: int) -> int:
+    """The place among `other` that lies where `index` lies among `count`."""
+    return index if other == count else math.floor((index + 0.5) * other / count)
+
+
+def _letters(subjects: Sequence[Subject]) -> list[str]:
+    """What stands for each model in captions; nothing where there is only one."""
+    return [f"{chr(ord('A') + i)}: " for i in range(len(subjects))] if len(subjects) > 1 else [""]
+
+
+def _names(subjects: Sequence[Subject]) -> str:
+    """The models with their letters, and which of them are not trained."""
+    return ",  ".join(
+        letter + subject.name + ("" if subject.trained else " (untrained)")
+        for letter, subject in zip(_letters(subjects), subjects, strict=True)
+    )
+
+
+def _stems(photos: Sequence[Path]) -> list[str]:
+    """A name for each photo; those of the same name in other folders are numbered."""
+    stems: list[str] = []
+    for path in photos:
+        taken = sum(other == path.stem or other.startswith(f"{path.stem}-") for other in stems)
+        stems.append(path.stem if path.stem not in stems else f"{path.stem}-{taken + 1}")
+    return stems
+
+
+def _rows_by_depth(tiles: Sequence[Tile], depths: Sequence[int]) -> list[list[Tile]]:
+    """The tiles of each part and model on lines of their own."""
+    rows, start = [], 0
+    for depth in depths:
+        rows += _lines(tiles[start : start + depth], COLUMNS)
+        start += depth
+    return rows
+
+
+def _lines(tiles: Sequence[Tile], count: int) -> list[list[Tile]]:
+    return [list(tiles[i : i + count]) for i in range(0, len(tiles), count)]
+
+
+def _save(picture: Image, path: Path) -> Path:
+    with written_whole(path) as temporary:
+        picture.save(temporary, format="PNG")
+    return path

@@ -1,0 +1,143 @@
+"""What runs an ONNX file on this machine, behind one interface: arrays in, an array out.
+
+Nothing here imports torch, so that the memory a runtime takes can be measured without it.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sima_attn._errors import unknown_name
+
+PREFIX = "sima_attn."  # of our keys in the metadata of a file
+
+
+class Session(ABC):
+    """An ONNX file, loaded.
+
+    Attributes:
+        metadata: What `export_onnx` wrote into the file, without the prefix of its keys.
+        input_shape: Shape of the one input; a str is a size that is left open.
+    """
+
+    package: str  # what to install
+    metadata: dict[str, str]
+    input_shape: tuple[int | str, ...]
+
+    @abstractmethod
+    def __init__(self, path: Path, threads: int) -> None:
+        """Load a file that exists."""
+
+    @abstractmethod
+    def __call__(self, images: np.ndarray) -> np.ndarray:
+        """The input -> the first output."""
+
+    @classmethod
+    def version(cls) -> str:
+        """The version of the runtime that is installed."""
+        from importlib.metadata import version
+
+        return version(cls.package)
+
+
+class OnnxRuntime(Session):
+    """ONNX Runtime on the CPU."""
+
+    package = "onnxruntime"
+
+    def __init__(self, path: Path, threads: int) -> None:
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+        options.log_severity_level = 3  # errors only
+        try:
+            self.session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # its classes are not public
+            raise ValueError(f"ONNX Runtime cannot load {path}: {_first_line(error)}") from error
+        self.metadata = _ours(self.session.get_modelmeta().custom_metadata_map)
+        (only,) = self.session.get_inputs()
+        self.input_name, self.input_shape = only.name, tuple(only.shape)
+
+    def __call__(self, images: np.ndarray) -> np.ndarray:
+        """The input -> the first output."""
+        return self.session.run(None, {self.input_name: images})[0]
+
+
+class OpenVino(Session):
+    """OpenVINO on the CPU, computing in float32: its own choice is bfloat16 where the processor has it."""
+
+    package = "openvino"
+
+    def __init__(self, path: Path, threads: int) -> None:
+        import openvino
+
+        self.metadata = read_metadata(path)
+        if self.metadata.get("preprocessing_inside") == "true":
+            raise ValueError(
+                f"{path} has its pre-processing inside, and OpenVINO's antialiased Resize differs from ONNX's: "
+                "export without --preprocess for OpenVINO"
+            )
+        settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"}
+        try:
+            compiled = openvino.Core().compile_model(str(path), "CPU", settings)
+        except RuntimeError as error:
+            raise ValueError(f"OpenVINO cannot load {path}: {_first_line(error)}") from error
+        shape = compiled.input(0).get_partial_shape()
+        self.input_shape = tuple("?" if size.is_dynamic else size.get_length() for size in shape)
+        self.request = compiled.create_infer_request()
+
+    def __call__(self, images: np.ndarray) -> np.ndarray:
+        """The input -> the first output."""
+        return self.request.infer({0: images})[0]
+
+
+RUNTIMES: dict[str, type[Session]] = {"onnxruntime": OnnxRuntime, "openvino": OpenVino}
+
+
+def installed_runtimes() -> list[str]:
+    """Names of the runtimes that can be used here."""
+    return [name for name, runtime in RUNTIMES.items() if find_spec(runtime.package)]
+
+
+def open_model(path: str | Path, runtime: str = "onnxruntime", threads: int = 1) -> Session:
+    """An ONNX file, loaded in a runtime and ready to be called."""
+    if runtime not in RUNTIMES:
+        raise unknown_name("runtime", runtime, RUNTIMES)
+    chosen = RUNTIMES[runtime]
+    if find_spec(chosen.package) is None:
+        extra = "onnx" if runtime == "onnxruntime" else runtime
+        raise ValueError(f"{runtime} is not installed: pip install 'sima-attn[{extra}]'")
+    if threads < 1:
+        raise ValueError(f"threads must be at least 1, got {threads}")
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"there is no file {path}: write it with `sima export MODEL -o {path}`")
+    return chosen(Path(path), threads)
+
+
+def read_metadata(path: str | Path) -> dict[str, str]:
+    """What `export_onnx` wrote into a file, without the prefix of its keys; empty for files of others."""
+    import onnx
+
+    model = onnx.load(path, load_external_data=False)
+    return _ours({entry.key: entry.value for entry in model.metadata_props})
+
+
+def labels_in(metadata: Mapping[str, str]) -> list[str] | None:
+    """The names of the classes, None where the file does not know them."""
+    return json.loads(metadata["labels"]) if "labels" in metadata else None
+
+
+def _ours(metadata: Mapping[str, str]) -> dict[str, str]:
+    return {key.removeprefix(PREFIX): value for key, value in metadata.items() if key.startswith(PREFIX)}
+
+
+def _first_line(error: Any) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,220 @@
+"""The routes of the page, their headers and their errors."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from sima_attn._version import __version__
+from sima_attn.explain.subject import Subject
+from sima_attn.serve.limits import Gate, Limits, Refusal
+from sima_attn.serve.looking import Analysis, Effect, Looker, ModelFacts, Times
+from sima_attn.serve.photos import decode, find_samples, thumbnail
+
+LOCAL = ("127.0.0.1", "localhost", "::1")
+HEADERS = {
+    # No inline script or style, nothing from elsewhere.
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), microphone=(), geolocation=()",
+    "Cache-Control": "no-store",
+}
+PAGE = {
+    "/": ("index.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    "/page.js": ("page.js", "text/javascript"),
+}
+PHOTO_BODY: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
+ERROR = {"application/json": {"schema": {"type": "object", "properties": {"detail": {"type": "string"}}}}}
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    400: {"description": "No photo", "content": ERROR},
+    403: {"description": "Asked for by another site", "content": ERROR},
+    408: {"description": "The upload took too long", "content": ERROR},
+    413: {"description": "Too many bytes or pixels", "content": ERROR},
+    415: {"description": "Not an image", "content": ERROR},
+    422: {"description": "A broken image, or a setting out of range", "content": ERROR},
+    429: {"description": "Too many requests wait", "content": ERROR},
+    504: {"description": "Out of time", "content": ERROR},
+}
+Size = Annotated[int | None, Query(ge=1, le=4096, description="Pixels; without it as the model was trained.")]
+Number = Annotated[int, Query(ge=0, le=100_000)]
+log = logging.getLogger("sima_attn.serve")
+
+
+def create_app(
+    subject: Subject,
+    *,
+    samples: Path | None = None,
+    limits: Limits | None = None,
+    hosts: tuple[str, ...] | None = LOCAL,
+) -> FastAPI:
+    """The application. `hosts` are the names it answers to, None for any: a page elsewhere cannot pose as ours."""
+    limits = limits or Limits()
+    gate, looker, offered = Gate(limits), Looker(subject, limits), find_samples(samples)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(gate.close)
+
+    app = FastAPI(
+        title="sima-attn",
+        version=__version__,
+        docs_url=None,  # they load their scripts from elsewhere
+        redoc_url=None,
+        lifespan=lifespan,
+    )
+    app.state.gate = gate
+    _answer_errors(app, hosts)
+    _add_page(app)
+    _add_samples(app, offered, limits, gate)
+
+    async def on_photo(request: Request, look: Callable[[Any], Any]) -> Any:
+        """Admit the request, read its photo and look at it; whoever finds the house full is told before uploading."""
+        with gate.admit():
+            data = await _body(request, limits)
+            photo = await gate.decode(partial(decode, data, limits))
+            return await gate.run(partial(look, photo))
+
+    @app.get("/healthz")
+    async def healthz() -> dict[str, str | int]:
+        """Alive, and how many requests are inside."""
+        return {"status": "ok", "inside": gate.inside}
+
+    @app.get("/api/model", responses={429: REFUSALS[429], 504: REFUSALS[504]})
+    async def model() -> ModelFacts:
+        """What the model is and costs."""
+        with gate.admit():
+            return await gate.run(looker.facts)
+
+    @app.post("/api/analyse", openapi_extra=PHOTO_BODY, responses=REFUSALS)
+    async def analyse(request: Request, size: Size = None) -> Analysis:
+        """Five guesses and the maps of every layer; the body is the photo file."""
+        return await on_photo(request, lambda photo: looker.analyse(photo, size))
+
+    @app.post("/api/effect", openapi_extra=PHOTO_BODY, responses=REFUSALS)
+    async def effect(request: Request, layer: Number, row: Number, column: Number, size: Size = None) -> Effect:
+        """What one patch takes from the others; the body is the photo file."""
+        return await on_photo(request, lambda photo: looker.effect(photo, layer, row, column, size))
+
+    @app.post("/api/times", openapi_extra=PHOTO_BODY, responses=REFUSALS)
+    async def times(request: Request, size: Annotated[int, Query(ge=1, le=4096)]) -> Times:
+        """Time of a forward with SimA and with softmax; the body is the photo file."""
+        return await on_photo(request, lambda photo: looker.times(photo, size))
+
+    return app
+
+
+def _add_page(app: FastAPI) -> None:
+    folder = files("sima_attn.serve").joinpath("page")
+    for route, (name, kind) in PAGE.items():
+        content = folder.joinpath(name).read_bytes()
+        app.get(route, include_in_schema=False)(_always(content, f"{kind}; charset=utf-8"))
+
+
+def _always(content: bytes, kind: str) -> Callable[[], Awaitable[Response]]:
+    async def answer() -> Response:
+        return Response(content, media_type=kind)
+
+    return answer
+
+
+def _add_samples(app: FastAPI, offered: Mapping[str, Path], limits: Limits, gate: Gate) -> None:
+    @app.get("/api/samples")
+    async def samples() -> list[str]:
+        """Names of the photos that the page offers."""
+        return list(offered)
+
+    @app.get(
+        "/api/samples/{name}",
+        response_class=Response,
+        responses={200: {"content": {"image/jpeg": {}}}, 404: {"description": "No such sample", "content": ERROR}},
+    )
+    async def sample(name: str, side: Annotated[int, Query(ge=16, le=1024)] = 1024) -> Response:
+        """A photo as JPEG."""
+        if name not in offered:
+            raise Refusal(404, "there is no such sample")
+        with gate.admit():
+            content = await gate.decode(partial(thumbnail, offered[name], limits, side))
+        return Response(content, media_type="image/jpeg")
+
+
+async def _body(request: Request, limits: Limits) -> bytes:
+    """The body, never more of it in memory than is allowed."""
+    too_large = Refusal(413, f"the photo is larger than the {limits.bytes / 2**20:g} MiB that are allowed")
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > limits.bytes:
+        raise too_large
+    data = bytearray()
+    try:
+        async with asyncio.timeout(limits.upload_seconds):
+            async for chunk in request.stream():
+                data += chunk
+                if len(data) > limits.bytes:
+                    raise too_large
+    except TimeoutError:
+        raise Refusal(408, f"the upload took longer than {limits.upload_seconds:g} seconds") from None
+    return bytes(data)
+
+
+def _answer_errors(app: FastAPI, hosts: tuple[str, ...] | None) -> None:
+    """Headers on every answer; every error is {"detail": one sentence}, without a path or a stack trace."""
+
+    def answer(status: int, message: str) -> JSONResponse:
+        headers = {**HEADERS, **({"Retry-After": "3"} if status == 429 else {})}
+        return JSONResponse({"detail": message}, status, headers)
+
+    @app.middleware("http")
+    async def guard(request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:
+        if hosts is not None and (request.url.hostname or "") not in hosts:
+            return answer(400, f"this server answers to {', '.join(hosts)} only")
+        if request.headers.get("sec-fetch-site") == "cross-site" and request.method != "GET":
+            return answer(403, "this was asked for by another site")
+        try:
+            response = await go_on(request)
+        except Exception:
+            log.exception("%s failed", request.url.path)  # the log, not the visitor, gets the trace
+            return answer(500, "something went wrong here; the server's log says what")
+        response.headers.update(HEADERS)
+        return response
+
+    @app.exception_handler(Refusal)
+    async def refuse(_request: Request, refusal: Exception) -> JSONResponse:
+        assert isinstance(refusal, Refusal)
+        return answer(refusal.status, refusal.message)
+
+    @app.exception_handler(HTTPException)
+    async def http(_request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        response = answer(error.status_code, str(error.detail))
+        response.headers.update(error.headers or {})
+        return response
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        found = "; ".join(f"{one['loc'][-1]}: {one['msg']}" for one in error.errors())
+        return answer(422, found)

@@ -1,0 +1,212 @@
+"""Model and photo -> what the page shows. Every answer is a dataclass, so that the interface describes itself.
+
+Shapes: K classes; maps are lists of rows.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from sima_attn.bench.timing import time_interleaved
+from sima_attn.conversion import convert
+from sima_attn.explain.effects import effect_scores
+from sima_attn.explain.maps import unit_range
+from sima_attn.explain.reading import Layer, Reading, read_attention
+from sima_attn.explain.subject import Subject
+from sima_attn.export import audit
+from sima_attn.nn.attention import SimAttention
+from sima_attn.nn.baselines.softmax import SoftmaxAttention
+from sima_attn.serve.limits import Limits, Refusal
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+SIZES = (64, 96, 128, 192, 224, 256, 384, 512)
+TIMED_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the model is and costs for one image of its own size."""
+
+    name: str
+    trained: bool
+    size: int
+    sizes: list[int]
+    layers: int
+    params: int
+    macs: int | None
+    exps_in_attention: int | None
+    exps_elsewhere: int | None
+    summary: str
+    classes: int
+
+
+@dataclass(frozen=True)
+class Guess:
+    """A class and its probability."""
+
+    name: str
+    probability: float
+
+
+@dataclass(frozen=True)
+class LayerMaps:
+    """A layer: scores of queries and keys, scaled to [0, 1], rows of the token grid."""
+
+    path: str
+    q: list[list[float]]
+    k: list[list[float]]
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What the model sees in a photo, at the size in pixels (height, width) at which it got it."""
+
+    height: int
+    width: int
+    guesses: list[Guess]
+    layers: list[LayerMaps]
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a patch takes from the others, scaled to [-1, 1], rows of the grid of the keys; share of it below 0."""
+
+    layer: int
+    row: int
+    column: int
+    values: list[list[float]]
+    negative_share: float
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds (median) of one forward with SimA and with softmax, on the same image."""
+
+    size: int
+    tokens: int
+    sima_ms: float
+    softmax_ms: float
+
+
+class Looker:
+    """One model behind the page. Its methods are called one at a time."""
+
+    def __init__(self, subject: Subject, limits: Limits) -> None:
+        self.subject, self.limits = subject, limits
+        fitting = [size for size in SIZES if 1 <= (size // subject.multiple) ** 2 <= limits.tokens]
+        self.sizes = sorted({*fitting, subject.size}) if subject.any_size else [subject.size]
+        self._facts: ModelFacts | None = None
+        self._twins: tuple[nn.Module, nn.Module] | None = None
+
+    def facts(self) -> ModelFacts:
+        """Counted at the first call."""
+        if self._facts is None:
+            model, size = self.subject.model, self.subject.size
+            report = audit(model, size)
+            image = torch.zeros(1, 3, size, size)
+            self._facts = ModelFacts(
+                name=self.subject.name,
+                trained=self.subject.trained,
+                size=size,
+                sizes=self.sizes,
+                layers=len(read_attention(model, image).layers),
+                params=report.params,
+                macs=report.macs,
+                exps_in_attention=report.attention_exps,
+                exps_elsewhere=report.other_exps,
+                summary=report.summary(),
+                classes=int(getattr(model, "num_classes", 0)),
+            )
+        return self._facts
+
+    def analyse(self, photo: Image, size: int | None = None) -> Analysis:
+        """Five guesses, and the maps of every layer."""
+        reading, (height, width) = self._read(photo, size)
+        probabilities = reading.output[0].softmax(0)  # [K]
+        best = probabilities.topk(min(5, len(probabilities)))
+        guesses = [
+            Guess(self.subject.class_name(k), round(p, 5))
+            for p, k in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+        ]
+        layers = [LayerMaps(one.path, _map(one, "q"), _map(one, "k")) for one in reading.layers]
+        return Analysis(height, width, guesses, layers)
+
+    def effect(self, photo: Image, layer: int, row: int, column: int, size: int | None = None) -> Effect:
+        """What one patch takes from the others in a layer."""
+        reading, _ = self._read(photo, size)
+        try:
+            scores = effect_scores(reading.layer(layer), (row, column))
+        except ValueError as error:
+            raise Refusal(422, str(error)) from None
+        largest = float(scores.abs().max()) or 1.0
+        values = (scores / largest).cpu().numpy().round(4).tolist()
+        return Effect(layer, row, column, values, round(float((scores < 0).float().mean()), 4))
+
+    def times(self, photo: Image, size: int) -> Times:
+        """Both attentions in the same model, in turns."""
+        self._check_size(size)
+        sima, softmax = self._both()
+        image = self.subject.prepare(photo, size).to(next(sima.parameters()))
+
+        def forward(model: nn.Module) -> None:
+            with torch.inference_mode():
+                model(image)
+                if image.is_cuda:
+                    torch.cuda.synchronize()
+
+        timings = time_interleaved(
+            {"sima": lambda: forward(sima), "softmax": lambda: forward(softmax)},
+            seconds=TIMED_SECONDS,
+            least_samples=3,
+        )
+        tokens = image.shape[2] * image.shape[3] // self.subject.multiple**2
+        return Times(size, tokens, *(round(1e3 * timings[name].p50, 2) for name in ("sima", "softmax")))
+
+    def _read(self, photo: Image, size: int | None) -> tuple[Reading, tuple[int, int]]:
+        if size is not None:
+            self._check_size(size)
+        image = self.subject.prepare(photo, size)
+        return read_attention(self.subject.model, image), (image.shape[2], image.shape[3])
+
+    def _check_size(self, size: int) -> None:
+        if size not in self.sizes:
+            raise Refusal(422, f"size must be one of {', '.join(map(str, self.sizes))}, got {size}")
+
+    def _both(self) -> tuple[nn.Module, nn.Module]:
+        """The model with SimA and with softmax; the one it is not is made from a copy, whose weights do not matter."""
+        if self._twins is None:
+            model = self.subject.model
+            if any(isinstance(module, SimAttention) for module in model.modules()):
+                self._twins = model, softmax_twin(model)
+            else:
+                other = copy.deepcopy(model)
+                try:
+                    convert(other, "sima")
+                except ValueError:
+                    raise Refusal(422, f"{self.subject.name} has no SimA twin to be timed against") from None
+                self._twins = other.eval(), model
+        return self._twins
+
+
+def softmax_twin(model: nn.Module) -> nn.Module:
+    """A copy whose SimA self-attentions are softmax ones of the same weights: for timing, it is not trained so."""
+    twin = copy.deepcopy(model)
+    for module in twin.modules():
+        if isinstance(module, SimAttention):
+            # Both classes hold the same parts; what feeds them, such as CvT's projections, is a mixin before them.
+            ours, common = type(module).__mro__, SoftmaxAttention.__mro__
+            mixins = [base for base in ours if not issubclass(base, SimAttention) and base not in common]
+            module.__class__ = type(SoftmaxAttention.__name__, (*mixins, SoftmaxAttention), {})
+    return twin.eval()
+
+
+def _map(layer: Layer, of: str) -> list[list[float]]:
+    """Scores scaled to [0, 1], four digits; a photo is prepared to whole patches, so nothing is padding."""
+    return unit_range(layer.scores(of)[0].cpu().numpy()).round(4).tolist()

@@ -1,0 +1,333 @@
+"use strict";
+
+// Colours at equal steps, as in the pictures that the command line draws.
+const HEAT = [[20, 24, 110], [20, 110, 220], [60, 200, 170], [250, 220, 60], [230, 40, 30]];
+const EFFECT = [[20, 60, 200], [245, 245, 245], [210, 30, 30]];
+const WIDEST = 1024;
+
+const $ = (id) => document.getElementById(id);
+const view = $("view");
+const state = { photo: null, bitmap: null, analysis: null, effect: null, cursor: null, asked: 0 };
+
+function say(text, wrong = false) {
+  $("status").textContent = text;
+  $("status").classList.toggle("error", wrong);
+}
+
+async function ask(path, options) {
+  let response;
+  try {
+    response = await fetch(path, options);
+  } catch {
+    throw new Error("the server does not answer");
+  }
+  const answer = await response.json().catch(() => ({ detail: `the server answered ${response.status}` }));
+  if (!response.ok) throw new Error(answer.detail);
+  return answer;
+}
+
+function askAbout(photo, path, values = {}) {
+  const query = new URLSearchParams(values);
+  return ask(`${path}?${query}`, {
+    method: "POST", body: photo, headers: { "Content-Type": "application/octet-stream" },
+  });
+}
+
+// --- drawing ---------------------------------------------------------------------------------------------------
+
+function colour(value, ramp) {
+  const place = Math.min(1, Math.max(0, value)) * (ramp.length - 1);
+  const low = Math.min(Math.floor(place), ramp.length - 2);
+  return ramp[low].map((c, i) => c + (ramp[low + 1][i] - c) * (place - low));
+}
+
+function paintGrid(rows, paint) {
+  const small = new OffscreenCanvas(rows[0].length, rows.length);
+  const context = small.getContext("2d");
+  const pixels = context.createImageData(small.width, small.height);
+  rows.forEach((row, y) => row.forEach((value, x) => {
+    const [r, g, b, a] = paint(value);
+    pixels.data.set([r, g, b, a], 4 * (y * small.width + x));
+  }));
+  context.putImageData(pixels, 0, 0);
+  return small;
+}
+
+const part = () => document.querySelector("input[name=part]:checked").value;
+const layer = () => Number($("layer").value) - 1;
+const maps = () => state.analysis.layers[layer()];
+
+function draw() {
+  $("layer-shown").textContent = `${$("layer").value} of ${$("layer").max}`;
+  $("opacity-shown").textContent = `${$("opacity").value} %`;
+  if (!state.analysis) return;
+  const opacity = Number($("opacity").value) / 100;
+  const context = view.getContext("2d");
+  const showsEffect = part() === "effect" && state.effect !== null;
+  context.filter = showsEffect ? "grayscale(1)" : "none";
+  context.drawImage(state.bitmap, 0, 0, view.width, view.height);
+  context.filter = "none";
+  context.imageSmoothingEnabled = true;
+  context.imageSmoothingQuality = "high";
+  const small = showsEffect
+    ? paintGrid(state.effect.values, (v) => [...colour((v + 1) / 2, EFFECT), 255 * opacity * Math.sqrt(Math.abs(v))])
+    : paintGrid(maps()[part() === "k" ? "k" : "q"], (v) => [...colour(v, HEAT), 255 * opacity]);
+  context.drawImage(small, 0, 0, view.width, view.height);
+  if (state.cursor) frame(context);
+}
+
+function frame(context) {
+  const { rows, columns } = grid();
+  const width = view.width / columns, height = view.height / rows;
+  for (const [colourOfLine, line] of [["#fff", 4], ["#111", 2]]) {
+    context.strokeStyle = colourOfLine;
+    context.lineWidth = line;
+    context.strokeRect(state.cursor.column * width, state.cursor.row * height, width, height);
+  }
+}
+
+function grid() {
+  const q = maps().q;
+  return { rows: q.length, columns: q[0].length };
+}
+
+function clampCursor() {
+  if (!state.cursor) return;
+  const { rows, columns } = grid();
+  state.cursor.row = Math.min(rows - 1, Math.max(0, state.cursor.row));
+  state.cursor.column = Math.min(columns - 1, Math.max(0, state.cursor.column));
+}
+
+// --- a photo ---------------------------------------------------------------------------------------------------
+
+async function look(photo) {
+  const asked = ++state.asked;
+  say("looking");
+  try {
+    const analysis = await askAbout(photo, "api/analyse");
+    const bitmap = await createImageBitmap(photo).catch(() => {
+      throw new Error("this browser cannot show the photo");
+    });
+    if (asked !== state.asked) return;  // another photo came in the meantime
+    Object.assign(state, { photo, bitmap, analysis, effect: null, cursor: null });
+    const scale = Math.min(1, WIDEST / Math.max(bitmap.width, bitmap.height));
+    view.width = Math.max(1, Math.round(bitmap.width * scale));
+    view.height = Math.max(1, Math.round(bitmap.height * scale));
+    $("layer").max = analysis.layers.length;
+    $("layer").value = analysis.layers.length;
+    choosePart("q", false);
+    $("times").replaceChildren();
+    showGuesses(analysis.guesses);
+    $("result").hidden = false;
+    draw();
+    const first = analysis.guesses[0];
+    say(first ? `${first.name}, ${percent(first.probability)}` : "");
+  } catch (error) {
+    if (asked === state.asked) say(error.message, true);
+  }
+}
+
+function choosePart(name, effectToo) {
+  const effect = document.querySelector("input[name=part][value=effect]");
+  effect.disabled = !effectToo;
+  document.querySelector(`input[name=part][value=${name}]`).checked = true;
+}
+
+const percent = (p) => `${(100 * p).toFixed(1)} %`;
+
+function bar(value, of, kind) {
+  const progress = document.createElement("progress");
+  progress.max = of;
+  progress.value = value;
+  if (kind) progress.className = kind;
+  progress.setAttribute("aria-hidden", "true");
+  return progress;
+}
+
+function showGuesses(guesses) {
+  $("guesses").replaceChildren(...guesses.map(({ name, probability }) => {
+    const item = document.createElement("li");
+    item.append(text("span", name), text("span", percent(probability)), bar(probability, 1));
+    return item;
+  }));
+}
+
+function text(tag, content) {
+  const element = document.createElement(tag);
+  element.textContent = content;
+  return element;
+}
+
+function describe(list, pairs) {
+  list.replaceChildren(...pairs.flatMap(([name, value]) => [text("dt", name), text("dd", value)]));
+}
+
+// --- one patch -------------------------------------------------------------------------------------------------
+
+async function askEffect() {
+  if (!state.cursor || !state.analysis) return;
+  const asked = ++state.asked;
+  const { row, column } = state.cursor;
+  say(`asking what patch ${row}, ${column} takes`);
+  try {
+    const effect = await askAbout(state.photo, "api/effect", { layer: layer(), row, column });
+    if (asked !== state.asked) return;
+    state.effect = effect;
+    choosePart("effect", true);
+    draw();
+    say(`patch ${row}, ${column}: ${percent(effect.negative_share)} of the others take away`);
+  } catch (error) {
+    if (asked === state.asked) say(error.message, true);
+  }
+}
+
+function forgetEffect() {
+  state.asked++;
+  state.effect = null;
+  state.cursor = null;
+  if (part() === "effect") choosePart("q", false);
+  draw();
+  say("");
+}
+
+view.addEventListener("click", (event) => {
+  if (!state.analysis) return;
+  const box = view.getBoundingClientRect();
+  const { rows, columns } = grid();
+  state.cursor = {
+    row: Math.floor(((event.clientY - box.top) / box.height) * rows),
+    column: Math.floor(((event.clientX - box.left) / box.width) * columns),
+  };
+  clampCursor();
+  draw();
+  askEffect();
+});
+
+const MOVES = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
+view.addEventListener("keydown", (event) => {
+  if (!state.analysis) return;
+  if (event.key in MOVES) {
+    const { rows, columns } = grid();
+    const [down, right] = MOVES[event.key];
+    state.cursor ??= { row: Math.floor(rows / 2), column: Math.floor(columns / 2) };
+    state.cursor.row += down;
+    state.cursor.column += right;
+    clampCursor();
+    draw();
+    say(`patch ${state.cursor.row}, ${state.cursor.column}`);
+  } else if (event.key === "Enter" || event.key === " ") {
+    askEffect();
+  } else if (event.key === "Escape") {
+    forgetEffect();
+  } else {
+    return;
+  }
+  event.preventDefault();
+});
+
+$("layer").addEventListener("input", () => {
+  if (!state.analysis) return;
+  clampCursor();
+  draw();
+});
+$("layer").addEventListener("change", () => {
+  if (part() === "effect") askEffect();
+});
+$("opacity").addEventListener("input", draw);
+$("parts").addEventListener("change", draw);
+
+// --- photos come in --------------------------------------------------------------------------------------------
+
+$("file").addEventListener("change", () => $("file").files[0] && look($("file").files[0]));
+document.addEventListener("paste", (event) => {
+  const file = [...event.clipboardData.files].find((f) => f.type.startsWith("image/"));
+  if (file) look(file);
+});
+for (const kind of ["dragenter", "dragover"]) {
+  document.addEventListener(kind, (event) => {
+    event.preventDefault();
+    $("drop").classList.add("over");
+  });
+}
+document.addEventListener("dragleave", () => $("drop").classList.remove("over"));
+document.addEventListener("drop", (event) => {
+  event.preventDefault();
+  $("drop").classList.remove("over");
+  const file = event.dataTransfer.files[0];
+  if (file) look(file);
+});
+
+async function offerSamples() {
+  const names = await ask("api/samples").catch(() => []);
+  $("samples").replaceChildren(...names.map((name) => {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.title = name;
+    const image = document.createElement("img");
+    image.src = `api/samples/${encodeURIComponent(name)}?side=144`;
+    image.alt = name;
+    image.loading = "lazy";
+    button.append(image);
+    button.addEventListener("click", async () => {
+      try {
+        const response = await fetch(`api/samples/${encodeURIComponent(name)}`);
+        if (!response.ok) throw new Error("the sample cannot be loaded");
+        look(await response.blob());
+      } catch (error) {
+        say(error.message, true);
+      }
+    });
+    return button;
+  }));
+}
+
+// --- time and facts --------------------------------------------------------------------------------------------
+
+$("measure").addEventListener("click", async () => {
+  if (!state.photo) return;
+  $("measure").disabled = true;
+  say("measuring, a few seconds");
+  try {
+    const times = await askAbout(state.photo, "api/times", { size: $("size").value });
+    const slowest = Math.max(times.sima_ms, times.softmax_ms);
+    const rows = [["SimA", times.sima_ms, ""], ["softmax", times.softmax_ms, "other"]];
+    $("times").replaceChildren(...rows.flatMap(([name, ms, kind]) => {
+      return [text("dt", name), text("dd", `${ms.toFixed(1)} ms`), bar(ms, slowest, kind)];
+    }));
+    say(`${times.tokens} tokens: SimA takes ${(times.sima_ms / times.softmax_ms).toFixed(2)} of softmax's time`);
+  } catch (error) {
+    say(error.message, true);
+  } finally {
+    $("measure").disabled = false;
+  }
+});
+
+async function showModel() {
+  try {
+    const facts = await ask("api/model");
+    $("model").textContent = facts.name
+      + (facts.trained ? "" : ": it has no trained weights, so what it says and shows is chance");
+    $("size").replaceChildren(...facts.sizes.map((size) => {
+      const option = text("option", `${size} px`);
+      option.value = size;
+      option.selected = size === facts.size;
+      return option;
+    }));
+    const number = (n) => (n === null ? "unknown" : n.toLocaleString("en"));
+    describe($("facts"), [
+      ["image", `${facts.size} px`],
+      ["layers", number(facts.layers)],
+      ["parameters", number(facts.params)],
+      ["multiply-adds", number(facts.macs)],
+      ["exp() in attention", number(facts.exps_in_attention)],
+      ["exp() elsewhere", number(facts.exps_elsewhere)],
+      ["classes", number(facts.classes)],
+    ]);
+  } catch (error) {
+    $("model").textContent = error.message;
+  }
+}
+
+draw();
+showModel();
+offerSamples();

@@ -1,0 +1,85 @@
+"""Uploaded bytes -> photo, or a refusal that says why. Samples that the page offers."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from sima_attn.serve.limits import Limits, Refusal
+from sima_attn.train.data.sources import IMAGE_ENDINGS
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+DRAWN = 1024  # more pixels a side than any model is shown
+MOST_SAMPLES = 60
+SAMPLES = {  # of scikit-image, which brings these files along
+    "cat": "chelsea.png",
+    "astronaut": "astronaut.png",
+    "coffee": "coffee.png",
+    "rocket": "rocket.jpg",
+    "motorcycle": "motorcycle_left.png",
+}
+
+
+def decode(data: bytes, limits: Limits) -> Image.Image:
+    """The photo in these bytes, RGB, the way up that its camera noted, no larger than needed.
+
+    The size is read and checked before a single pixel is decoded.
+    """
+    if not data:
+        raise Refusal(400, "there is no photo in the request: send its bytes as the body")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our own limit is lower
+            image = Image.open(io.BytesIO(data), formats=FORMATS)
+    except Image.DecompressionBombError:
+        raise Refusal(413, f"the photo has more than {limits.pixels / 1e6:.0f} million pixels") from None
+    except UnidentifiedImageError:
+        raise Refusal(415, f"this is not an image that can be read; formats: {', '.join(FORMATS)}") from None
+    except Exception:  # decoders raise what they like on a broken header
+        raise Refusal(422, "the photo is broken: its header cannot be read") from None
+    millions = image.width * image.height / 1e6
+    if millions > limits.pixels / 1e6:
+        raise Refusal(413, f"the photo has {millions:.0f} million pixels, {limits.pixels / 1e6:g} million are allowed")
+    try:
+        image.draft("RGB", (DRAWN, DRAWN))  # JPEG decodes at a fraction of its size where that is enough
+        image.load()
+        upright = ImageOps.exif_transpose(image)
+        if upright.mode in ("RGBA", "LA", "PA") or "transparency" in upright.info:
+            upright = upright.convert("RGBA")
+            white = Image.new("RGBA", upright.size, (255, 255, 255, 255))
+            upright = Image.alpha_composite(white, upright)
+        upright = upright.convert("RGB")
+        upright.thumbnail((DRAWN, DRAWN))
+    except Exception:  # as above, in the pixels
+        raise Refusal(422, "the photo is broken: its pixels cannot be decoded") from None
+    return upright
+
+
+def find_samples(folder: Path | None) -> Mapping[str, Path]:
+    """Name -> file of the photos in a folder, or of those that scikit-image brings along where it is installed."""
+    if folder is not None:
+        if not folder.is_dir():
+            raise FileNotFoundError(f"the folder of samples {folder} does not exist")
+        files = sorted(path for path in folder.iterdir() if path.suffix.lower() in IMAGE_ENDINGS)
+        if not files:
+            raise FileNotFoundError(f"the folder of samples {folder} has no images ({', '.join(IMAGE_ENDINGS)})")
+        return {path.stem: path for path in files[:MOST_SAMPLES]}
+    spec = find_spec("skimage")
+    if spec is None or spec.origin is None:
+        return {}
+    home = Path(spec.origin).parent / "data"
+    return {name: home / file for name, file in SAMPLES.items() if (home / file).is_file()}
+
+
+def thumbnail(path: Path, limits: Limits, side: int = DRAWN) -> bytes:
+    """A sample as JPEG, its longer side at most so many pixels."""
+    photo = decode(path.read_bytes(), limits)
+    photo.thumbnail((side, side))
+    buffer = io.BytesIO()
+    photo.save(buffer, "JPEG", quality=88)
+    return buffer.getvalue()

@@ -1,0 +1,459 @@
+"""DINO: a student learns to say of any crop of an image what its slow average, the teacher, says of another one.
+
+    p_t = softmax((teacher - centre) / T_t),  q_v = softmax(student / T_s),  loss = mean over t != v of -sum p_t log q_v
+
+`train_dino` is what `sima dino` calls; the loop is that of all training.
+Shapes: B images, V views, G global views, C channels, K outputs of the head. Views follow one another: [V * B, ...].
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from lightning.fabric import Fabric
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+
+from sima_attn._files import written_whole
+from sima_attn.ops.eager import without_autocast
+from sima_attn.train import dino_recipes, recipes
+from sima_attn.train.classify import cpu_threads, will_plot
+from sima_attn.train.crops import CropImage, crop_batch, split_views
+from sima_attn.train.curves import plot_learning_curve
+from sima_attn.train.data import Source, open_data
+from sima_attn.train.data.cache import Cache, normalise
+from sima_attn.train.data.loader import (
+    Batch,
+    BrokenImages,
+    Samples,
+    Share,
+    batch_indices,
+    batch_loader,
+    evaluation_batches,
+    seed_everything,
+    steps_per_epoch,
+)
+from sima_attn.train.data.sources import check_same_classes
+from sima_attn.train.dino_recipes import DinoRecipe, Distill
+from sima_attn.train.engine import Finished, Settings, Task, fit, start_fabric
+from sima_attn.train.features import Subset, build_backbone
+from sima_attn.train.knn import knn_accuracy
+from sima_attn.train.progress import RunProgress
+from sima_attn.train.run import RunFolder
+
+COLLAPSED = 1e-4  # nats; a teacher at its random start tells more of an image than that
+LOOKED_AFTER = 10  # steps between two looks for a collapse: each waits for the device
+
+
+class Head(nn.Module):
+    """Projection head: features [B, C] -> logits [B, K], the cosines to K prototypes where the gains are kept at 1."""
+
+    def __init__(self, dim: int, distill: Distill) -> None:
+        super().__init__()
+        widths = [dim, *[distill.hidden_dim] * (distill.head_layers - 1), distill.bottleneck_dim]
+        layers: list[nn.Module] = []
+        for before, after in itertools.pairwise(widths):
+            layers += [nn.Linear(before, after), nn.GELU()]
+        self.mlp = nn.Sequential(*layers[:-1])
+        for layer in self.mlp:
+            if isinstance(layer, nn.Linear):
+                nn.init.trunc_normal_(layer.weight, std=0.02)
+                nn.init.zeros_(layer.bias)
+        self.last_layer: Any = weight_norm(nn.Linear(distill.bottleneck_dim, distill.out_dim, bias=False))
+        gains = self.last_layer.parametrizations.weight.original0  # [K, 1]
+        nn.init.ones_(gains)
+        gains.requires_grad_(not distill.norm_last_layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Features [B, C] -> logits [B, K]."""
+        x = F.normalize(self.mlp(x), dim=-1, eps=1e-6)  # [B, bottleneck]; 1e-12 is 0 in half precision
+        return self.last_layer(x)
+
+
+class Branch(nn.Module):
+    """Student or teacher: a backbone that gives features, and the head."""
+
+    def __init__(self, backbone: nn.Module, head: Head) -> None:
+        super().__init__()
+        self.backbone, self.head = backbone, head
+
+    def forward(self, groups: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Groups of views [V * B, 3, s, s] -> features [all V * B, C] and logits [all V * B, K]; one pass a size."""
+        parts = [
+            self.backbone(torch.cat(list(same)))
+            for _, same in itertools.groupby(groups, key=lambda group: group.shape[-2:])
+        ]
+        features = torch.cat(parts)
+        return features, self.head(features)
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute the backbone's blocks in the backward pass, to save memory."""
+        if not hasattr(self.backbone, "set_grad_checkpointing"):
+            raise ValueError(f"{type(self.backbone).__name__} has no gradient checkpointing; set it to false")
+        self.backbone.set_grad_checkpointing(enable)  # type: ignore[operator]
+
+
+class DinoLoss(nn.Module):
+    """The loss of all pairs of different views, and the centre [K] of the teacher's outputs.
+
+    `flat_steps` counts the steps in a row in which the teacher said the same of every image.
+    """
+
+    centre: Tensor
+    flat_steps: Tensor
+
+    def __init__(self, distill: Distill) -> None:
+        super().__init__()
+        self.student_temp, self.centre_momentum = distill.student_temp, distill.centre_momentum
+        self.register_buffer("centre", torch.zeros(distill.out_dim))
+        self.register_buffer("flat_steps", torch.zeros((), dtype=torch.long))
+
+    def forward(self, student: Tensor, teacher: Tensor, images: int, teacher_temp: float) -> tuple[Tensor, Tensor]:
+        """Logits [V * B, K] of the student, [G * B, K] of the teacher -> loss, targets [G * B, K].
+
+        The first G views of the student are those of the teacher; a view is not compared with itself.
+        """
+        with without_autocast(student):
+            targets = F.softmax((teacher.float() - self.centre) / teacher_temp, dim=-1)  # [G * B, K]
+            log_q = F.log_softmax(student.float() / self.student_temp, dim=-1)  # [V * B, K]
+            p, q = targets.view(-1, images, targets.shape[1]), log_q.view(-1, images, log_q.shape[1])
+            pairs = -(p.transpose(0, 1) @ q.permute(1, 2, 0)).mean(0)  # [B, G, K] x [B, K, V] -> [G, V]
+            G, V = pairs.shape
+            same = torch.eye(G, V, dtype=torch.bool, device=pairs.device)
+            return pairs.masked_fill(same, 0).sum() / (G * (V - 1)), targets
+
+    @torch.no_grad()
+    def update(self, teacher_mean: Tensor, information: Tensor) -> None:
+        """Move the centre to the mean [K] of a step's outputs of the teacher, and count steps without information."""
+        self.centre.lerp_(teacher_mean, 1 - self.centre_momentum)
+        self.flat_steps.copy_(torch.where(information < COLLAPSED, self.flat_steps + 1, 0))
+
+
+def entropy(p: Tensor) -> Tensor:
+    """Mean entropy of distributions [B, K], in nats."""
+    return -torch.xlogy(p, p).sum(-1).mean()
+
+
+def information(p: Tensor) -> Tensor:
+    """Nats that distributions [B, K] tell of the image they are of: 0 where all are the same.
+
+    The mean over b of KL(p_b || mean p), whatever it is that they all say: uniform, or one output alone.
+    """
+    mean = p.mean(0)
+    return (torch.xlogy(p, p) - torch.xlogy(p, mean)).sum(-1).mean().clamp(min=0)
+
+
+def spread(features: Tensor) -> Tensor:
+    """Variance of features [B, C] over the batch, each of length 1: from 0, all the same, to 1, everywhere."""
+    unit = F.normalize(features.float(), dim=-1)
+    return unit.var(0, unbiased=False).sum()
+
+
+def cosine(start: float, end: float, step: int, total: int) -> float:
+    """From start at step 0 to end at `total`, along half a cosine."""
+    return end + (start - end) * (1 + math.cos(math.pi * step / total)) / 2
+
+
+def teacher_temperature(distill: Distill, epoch: int) -> float:
+    """Of an epoch: in equal steps from its start in the first epoch to its end in the last one of the warm-up."""
+    epochs = distill.teacher_temp_epochs
+    if epoch >= epochs:
+        return distill.teacher_temp
+    return distill.teacher_temp_start + (distill.teacher_temp - distill.teacher_temp_start) * epoch / max(epochs - 1, 1)
+
+
+@torch.no_grad()
+def move_teacher(teacher: nn.Module, student: nn.Module, momentum: float) -> None:
+    """teacher <- momentum * teacher + (1 - momentum) * student, every parameter; buffers are each one's own."""
+    torch._foreach_lerp_(list(teacher.parameters()), list(student.parameters()), 1 - momentum)
+
+
+@torch.no_grad()
+def check_takes_crops(model: nn.Module, recipe: DinoRecipe) -> int:
+    """Channels of the features, the same at every size of crop, or an error that says which size is wrong."""
+    width = 0
+    model.eval()
+    for size in {recipe.data.size: None, recipe.crops.local_size: None}:
+        try:
+            features = model(torch.zeros(1, 3, size, size))
+        except Exception as error:  # whatever the model says: crops of this size cannot be used
+            raise ValueError(
+                f"{recipe.model.name} cannot take crops of {size} px: {error} (timm's ViTs need "
+                "model.kwargs.dynamic_img_size=true; crops.local_size is the side of the local ones)"
+            ) from error
+        if features.dim() != 2:
+            raise ValueError(
+                f"{recipe.model.name} gives features of shape {tuple(features.shape)}, DINO needs one vector an image; "
+                "set model.kwargs.global_pool"
+            )
+        width = features.shape[1]
+    model.train()
+    return width
+
+
+def _cache(
+    source: Source, broken: BrokenImages, recipe: DinoRecipe, fabric: Fabric, progress: RunProgress, what: str
+) -> Cache | None:
+    if not recipe.data.cache:
+        return None
+    return Cache(source, recipe.data, fabric.device, broken=broken, on_step=progress.counter(f"decoding {what}"))
+
+
+class KnnProbe:
+    """k-NN while a run goes: a backbone -> accuracy on the val images in percent, among some of the training images."""
+
+    def __init__(
+        self,
+        recipe: DinoRecipe,
+        fabric: Fabric,
+        share: Share,
+        train: Source,
+        train_cache: Cache | None,
+        progress: RunProgress,
+    ) -> None:
+        self.recipe, self.fabric, self.share, self.classes = recipe, fabric, share, len(train.classes)
+        val = open_data(recipe.data.path, "val")
+        check_same_classes(train, val)
+        count = min(recipe.probe.bank, len(train))
+        if count < recipe.probe.k:
+            raise ValueError(f"probe.k={recipe.probe.k} is more than the {count} training images; make it smaller")
+        bank = Subset(train, np.linspace(0, len(train) - 1, count).round().astype(int))
+        broken = BrokenImages(val, progress.say)
+        self.bank = (bank, bank.indices, train_cache, BrokenImages(bank, progress.say))
+        self.val = (val, np.arange(len(val)), _cache(val, broken, recipe, fabric, progress, "val"), broken)
+
+    def __call__(self, backbone: nn.Module) -> dict[str, float]:
+        """knn_top1 and knn_top5, over all processes: each looks for the neighbours of its share of the val images."""
+        probe, world = self.recipe.probe, self.share.world
+        bank, bank_labels = self.features(backbone, *self.bank)
+        if world > 1:
+            parts: list[Any] = [None] * world
+            torch.distributed.all_gather_object(parts, (bank.cpu(), bank_labels.cpu()))
+            bank, bank_labels = (torch.cat(list(tensors)) for tensors in zip(*parts, strict=True))
+        queries, labels = self.features(backbone, *self.val)
+        found = knn_accuracy(
+            queries,
+            labels,
+            bank,
+            bank_labels,
+            classes=self.classes,
+            k=[probe.k],
+            temperature=probe.temperature,
+            device=self.fabric.device,
+        )[0]
+        counts = torch.tensor([found.top1, found.top5, 1.0], dtype=torch.float64) * len(labels)
+        if world > 1:
+            counts = self.fabric.all_reduce(counts.to(self.fabric.device), reduce_op="sum")  # type: ignore[assignment]
+        top1, top5, images = counts.tolist()
+        return {"knn_top1": top1 / images, "knn_top5": top5 / images}
+
+    @torch.no_grad()
+    def features(
+        self, backbone: nn.Module, source: Source, indices: np.ndarray, cache: Cache | None, broken: BrokenImages
+    ) -> tuple[Tensor, Tensor]:
+        """Features [n, C] and labels [n] of this process's share."""
+        features, labels = [], []
+        for images, numbers in self.batches(source, indices, cache, broken):
+            with self.fabric.autocast():
+                features.append(backbone(images).float())
+            labels.append(numbers)
+        if not features:
+            raise ValueError(f"process {self.share.rank} has none of the {len(source)} images to look at; use fewer")
+        return torch.cat(features), torch.cat(labels)
+
+    def batches(
+        self, source: Source, indices: np.ndarray, cache: Cache | None, broken: BrokenImages
+    ) -> Iterator[Batch]:
+        """Every readable image of this process once; `indices` are those of the images in the cache."""
+        share, data, batch = self.share, self.recipe.data, max(self.share.piece, 1)
+        if cache is None:
+            yield from evaluation_batches(
+                source, data, batch, device=self.fabric.device, broken=broken, rank=share.rank, world=share.world
+            )
+            return
+        mine = indices[cache.good[indices]][share.rank :: share.world]
+        for part in np.split(mine, range(batch, len(mine), batch)):
+            if len(part):
+                images, labels = cache.take(part)
+                yield Batch(normalise(images.float() / 255, data), labels)
+
+
+class Dino(Task):
+    """Self-distillation on the images of a recipe. `model` is the student; the teacher is what comes of it."""
+
+    model: Branch
+
+    def __init__(self, recipe: DinoRecipe, fabric: Fabric, progress: RunProgress) -> None:
+        self.recipe, self.fabric = recipe, fabric
+        self.source = open_data(recipe.data.path, "train")
+        self.classes = self.source.classes
+        self.share = Share(recipe.run.batch, fabric.global_rank, fabric.world_size, recipe.run.accumulate)
+        self.steps_per_epoch = steps_per_epoch(self.source, self.share)
+        self.total = recipe.schedule.all_epochs * self.steps_per_epoch
+        self.broken = BrokenImages(self.source, progress.say)
+        self.cache = _cache(self.source, self.broken, recipe, fabric, progress, "train")
+        self.probe = (
+            KnnProbe(recipe, fabric, self.share, self.source, self.cache, progress) if recipe.probe.bank else None
+        )
+        seed_everything(recipe.run.seed)
+        backbone = build_backbone(recipe)
+        dim = check_takes_crops(backbone, recipe)
+        self.model = Branch(backbone, Head(dim, recipe.distill))
+        # The teacher has no stochastic depth; it stays in training mode, so that BatchNorms see the batch, as in DINO.
+        settled = replace(recipe, model=replace(recipe.model, drop_path=0.0))
+        self.teacher: Any = Branch(build_backbone(settled), Head(dim, recipe.distill))
+        self.teacher.load_state_dict(self.model.state_dict())
+        self.teacher.requires_grad_(False)
+        if fabric.world_size > 1 and fabric.device.type == "cuda":
+            self.teacher = nn.SyncBatchNorm.convert_sync_batchnorm(self.teacher)  # the loop does it to the student
+        self.teach = torch.compile(self.teacher) if recipe.run.compile else self.teacher
+        self.criterion = DinoLoss(recipe.distill)
+        self.seen: list[Tensor] = []  # of the parts of a step: the mean of the teacher's outputs, and the information
+
+    def batches(self, start: int, stop: int) -> Iterator[Tensor]:
+        """Images of this process: bytes [B, 3, S, S] from the cache, or rows of bytes of their views."""
+        seed, data = self.recipe.run.seed, self.recipe.data
+        if self.cache is not None:
+            return (images for images, _ in self.cache.batches(self.share, seed, start=start, stop=stop))
+        crop = CropImage(self.recipe.crops, data.size, data.interpolation)
+        return self._decoded(Samples(self.source, crop, seed), start, stop)
+
+    def _decoded(self, samples: Samples, start: int, stop: int) -> Iterator[Tensor]:
+        device = self.fabric.device
+        pieces = batch_indices(self.source, self.share, self.recipe.run.seed, start=start, stop=stop)
+        for rows, _, passed in batch_loader(samples, pieces, self.recipe.data.workers, device.type == "cuda"):
+            self.broken.add(passed)
+            yield rows.to(device, non_blocking=True)
+
+    def crops(self, batch: Tensor) -> list[Tensor]:
+        """The normalised views of a batch: the global ones [G * B, 3, S, S], then the local ones [V * B, 3, s, s]."""
+        crops, data = self.recipe.crops, self.recipe.data
+        groups = split_views(batch, crops, data.size) if batch.dim() == 2 else crop_batch(batch.float() / 255, crops)
+        return [normalise(group, data) for group in groups]
+
+    def loss(self, model: Callable[..., Any], batch: Tensor, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """Cross entropy of the student's views against the teacher's; how varied the teacher's outputs are."""
+        groups = self.crops(batch)
+        with torch.no_grad(), self.fabric.autocast():
+            features, teacher = self.teach(groups[:1])  # [G * B, C], [G * B, K]
+        _, student = model(groups)  # [V * B, K]
+        temperature = teacher_temperature(self.recipe.distill, step // self.steps_per_epoch)
+        loss, targets = self.criterion(student, teacher, len(batch), temperature)
+        told = information(targets)
+        self.seen.append(torch.cat([teacher.float().mean(0), told[None]]))
+        return loss, {
+            "teacher_entropy": entropy(targets),
+            "teacher_information": told,
+            "feature_variance": spread(features),
+        }
+
+    def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
+        """Biases and norms (all vectors) are not decayed; `decayed` says which group follows the schedule."""
+        moving = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        plain = [p for name, p in moving if p.ndim <= 1 or name.endswith(".bias")]
+        rest = [p for name, p in moving if not (p.ndim <= 1 or name.endswith(".bias"))]
+        return [
+            {"params": plain, "weight_decay": 0.0, "decayed": False},
+            {"params": rest, "weight_decay": weight_decay, "decayed": True},
+        ]
+
+    def before_step(self, step: int, groups: list[dict[str, Any]]) -> None:
+        """The weight decay of the step."""
+        decay = cosine(self.recipe.optim.weight_decay, self.recipe.distill.weight_decay_end, step, self.total)
+        for group in groups:
+            if group["decayed"]:
+                group["weight_decay"] = decay
+        self.seen.clear()
+
+    def after_backward(self, step: int) -> None:
+        """Clip each gradient on its own; leave those of the last layer out while it is frozen."""
+        distill = self.recipe.distill
+        if distill.clip is not None:
+            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            norms = torch.stack(torch._foreach_norm(gradients))
+            torch._foreach_mul_(gradients, list((distill.clip / (norms + 1e-6)).clamp(max=1).unbind()))
+        if step < distill.freeze_last_layer * self.steps_per_epoch:
+            for p in self.model.head.last_layer.parameters():
+                p.grad = None  # not zero: with zero the optimiser would still decay it
+
+    def after_step(self, step: int) -> None:
+        """Teacher and centre follow; a teacher that says the same of every image ends the run."""
+        move_teacher(self.teacher, self.model, cosine(self.recipe.distill.momentum, 1.0, step - 1, self.total))
+        seen = torch.stack(self.seen).mean(0)  # [K + 1]
+        if self.fabric.world_size > 1:
+            seen = self.fabric.all_reduce(seen, reduce_op="mean")  # type: ignore[assignment]
+            if self.fabric.device.type == "cpu":  # no SyncBatchNorm here: each process has statistics of its own
+                for buffer in self.teacher.buffers():
+                    if buffer.is_floating_point():
+                        buffer.copy_(self.fabric.all_reduce(buffer, reduce_op="mean"))
+        self.criterion.update(seen[:-1], seen[-1])
+        limit = self.recipe.distill.collapse_steps
+        if (step % LOOKED_AFTER == 0 or step == self.total) and int(self.criterion.flat_steps) >= limit:
+            raise ValueError(
+                f"the teacher has collapsed: for {int(self.criterion.flat_steps)} steps up to step {step} it said the "
+                f"same of every image (less than {COLLAPSED} nats of difference; teacher_entropy in train.csv is near "
+                f"{math.log(self.recipe.distill.out_dim):.2f} if that is everything, near 0 if it is one output). A "
+                "lower distill.teacher_temp or optim.lr, more distill.freeze_last_layer epochs or a distill.momentum "
+                "nearer 1 may help; the checkpoints from before are kept"
+            )
+
+    def state(self) -> dict[str, nn.Module]:
+        """The teacher and the centre belong to a checkpoint; the schedules are functions of the step."""
+        return {"teacher": self.teacher, "centre": self.criterion}
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """k-NN accuracy of the teacher's features in percent, over all processes; nothing without a bank."""
+        if self.probe is None:
+            return {}
+        self.teacher.eval()
+        metrics = self.probe(self.teacher.backbone)
+        self.teacher.train()
+        return metrics
+
+
+def train_dino(
+    recipe: DinoRecipe, out: Path | str, *, resume: bool = False, device: str = "auto", quiet: bool = False
+) -> Finished:
+    """Train by a recipe into a folder, or go on with the run in it; the metrics of the last evaluation come back.
+
+    `weights.safetensors` in the folder is the teacher's backbone, which is what DINO is for.
+    """
+    dino_recipes.check(recipe)
+    folder = RunFolder(Path(out))
+    fabric = start_fabric(device, recipe.run.precision)
+    with cpu_threads(recipe.run.threads), RunProgress(shown=fabric.is_global_zero and not quiet) as progress:
+        if fabric.is_global_zero:
+            folder.check(recipe, resume=resume)
+        plots = will_plot(progress)
+        task = Dino(recipe, fabric, progress)
+        if fabric.is_global_zero and not resume:
+            folder.write_recipe(recipe)  # after the data were opened: wrong ones leave no folder behind
+        fabric.barrier()
+        about = {"task": "dino", "recipe": recipes.to_dict(recipe), "classes": task.classes}
+        settings = Settings(recipe.optim, recipe.schedule, recipe.run)
+        finished = fit(task, settings, folder, fabric, progress, about=about)
+        if fabric.is_global_zero:
+            _save_teacher(folder, task.teacher.backbone, about)
+            if plots:
+                attention = recipe.model.attention or "its own"
+                plot_learning_curve(
+                    folder.path, folder.curve, f"DINO {recipe.name}: {recipe.model.name}, {attention} attention"
+                )
+        fabric.barrier()
+    return finished
+
+
+def _save_teacher(folder: RunFolder, backbone: nn.Module, about: dict[str, Any]) -> None:
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in backbone.state_dict().items()}
+    with written_whole(folder.weights) as temporary:
+        save_file(tensors, temporary, metadata={"about": json.dumps(about)})

@@ -1,0 +1,56 @@
+"""`sima demo`: the twins on the digits, trained for a moment."""
+
+import pytest
+
+from sima_attn.bench.demo import TWINS, TwinRow, plot_twins, train_twins, twins_table
+from sima_attn.bench.rows import read_rows, write_rows
+from sima_attn.train.recipes import differences, named_recipe
+from sima_attn.train.run import RunFolder
+
+BRIEF = ("schedule.epochs=2", "schedule.warmup_epochs=1")
+
+
+@pytest.fixture(scope="module")
+def twins(tmp_path_factory):
+    out = tmp_path_factory.mktemp("demo")
+    return out, train_twins(out, changes=BRIEF, quiet=True)
+
+
+def test_the_twins_differ_in_one_word(twins):
+    out, _ = twins
+    sima, softmax = (RunFolder(out / name).read_recipe() for name in TWINS)
+    assert differences(sima, softmax) == ["model.attention: sima -> softmax"]
+    assert differences(named_recipe("digits"), sima) == ["schedule.epochs: 30 -> 2", "schedule.warmup_epochs: 5 -> 1"]
+
+
+def test_one_has_no_exp_and_the_other_one_for_each_pair_of_tokens(twins):
+    _, rows = twins
+    kwargs = named_recipe("digits").model.kwargs
+    tokens = (kwargs["img_size"] // kwargs["patch_size"]) ** 2
+    pairs = kwargs["depth"] * kwargs["num_heads"] * tokens**2
+    assert [(row.attention, row.attention_exps, row.other_exps) for row in rows] == [
+        ("sima", 0, 0),
+        ("softmax", pairs, 0),
+    ]
+    assert rows[0].params == rows[1].params
+    assert all(20 < row.top1 <= 100 for row in rows)  # two epochs: above chance, no more
+
+
+def test_rows_table_curves_and_figure(twins, tmp_path):
+    out, rows = twins
+    write_rows(tmp_path / "twins.csv", rows)
+    assert read_rows(tmp_path / "twins.csv", TwinRow) == rows
+    table = twins_table(rows)
+    assert table.bold == {0}
+    assert table.lines[1][3] == f"{rows[1].attention_exps:,}"
+    plot_twins(rows, out, tmp_path / "twins.png")
+    for figure in (tmp_path / "twins.png", out / "sima" / "learning_curve.png"):
+        assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_demo_of_before_is_replaced_and_gives_the_same_accuracy(twins):
+    out, rows = twins
+    seen = []
+    again = train_twins(out, changes=BRIEF, quiet=True, on_twin=seen.append)
+    assert seen == list(TWINS)
+    assert [row.top1 for row in again] == [row.top1 for row in rows]

@@ -1,0 +1,303 @@
+"""COCO's files: what is used, what is left out and said, and the AP."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from shapes import coco_folder, edit
+
+from sima_attn.bench.rows import read_rows, write_rows
+from sima_attn.detect.augment import Augment, cropped, flipped, resized
+from sima_attn.detect.coco import CategoryRow, coco_scores, open_coco, to_results, write_results
+from sima_attn.detect.paper_table import table_4
+
+pytest.importorskip("pycocotools")
+MINI = Path(__file__).parents[3] / "shared" / "data" / "coco-mini"
+needs_mini = pytest.mark.skipif(not MINI.is_dir(), reason="coco-mini is not here")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return coco_folder(tmp_path / "coco")
+
+
+def opened(folder, split="train"):
+    said = []
+    return open_coco(folder, split, said.append), said
+
+
+def perfect(data, score=0.9):
+    """Detections that are the objects themselves, in COCO's result format."""
+    results = []
+    for i, image in enumerate(data.images):
+        target = data.target(i)
+        found = {**target, "scores": torch.full((len(target["labels"]),), score)}
+        found["masks"] = found["masks"][:, None].float()
+        results += to_results(image["id"], found, data.category_ids)
+    return results
+
+
+def test_labels_close_the_gaps_of_the_ids_and_grey_images_are_rgb(folder):
+    data, said = opened(folder)
+    assert said == []
+    assert data.classes == ["square", "disc"]  # in the order of the ids 3 and 7, whatever that of the file
+    assert len(data) == 4
+    modes = {Image.open(data.name(i)).mode for i in range(4)}
+    assert modes == {"L", "RGB"}
+    for i in range(4):
+        image, target = data.read(i), data.target(i)
+        assert image.mode == "RGB"
+        assert target["labels"].tolist() == [1, 2]
+        assert target["masks"].shape == (2, image.height, image.width)
+        for box, mask in zip(target["boxes"], target["masks"], strict=True):
+            rows, columns = np.nonzero(mask.numpy())
+            assert [columns.min(), rows.min()] == pytest.approx(box[:2].tolist(), abs=1.5)
+            assert [columns.max(), rows.max()] == pytest.approx(box[2:].tolist(), abs=1.5)
+
+
+BAD = {
+    "an image that is not in the file": {"image_id": 999},
+    "a category that is not in the file": {"category_id": 4},
+    "whose box is not four numbers": {"bbox": [1, 2, 3]},
+    "with an empty box": {"bbox": [1, 2, 0, 5]},
+    "without a mask": {"segmentation": []},
+    "not the image's size": {"segmentation": {"size": [5, 5], "counts": [25]}},
+}
+
+
+@pytest.mark.parametrize("reason", BAD)
+def test_a_bad_annotation_is_left_out_counted_and_named(folder, reason):
+    def spoil(content):
+        for annotation in content["annotations"][:2]:
+            annotation.update(BAD[reason])
+
+    edit(folder, spoil)
+    data, said = opened(folder)
+    assert len(said) == 1
+    assert "left out 2" in said[0]
+    assert reason in said[0]
+    assert "id 1" in said[0]
+    assert sum(map(len, data.objects)) == 6
+    assert len(data.only_trainable()) == 3
+    assert coco_scores(data, perfect(data)).box.ap == pytest.approx(100)
+
+
+@pytest.mark.parametrize("polygon", [[1, 1, 5, 5], [1, 1, 5, 1, 5, 5, 1], [float("inf"), 1, 5, 1, 5, 5]])
+def test_a_broken_polygon_goes_and_the_others_of_the_object_stay(folder, polygon):
+    edit(folder, lambda content: content["annotations"][0]["segmentation"].append(polygon))
+    data, said = opened(folder)
+    assert said == []
+    assert len(data.objects[0][0]["segmentation"]) == 1
+
+
+def test_crowds_are_not_trained_on_and_ignored_by_the_ap(folder):
+    def crowd(content):
+        image = content["images"][0]
+        size = [image["height"], image["width"]]
+        counts = [0, image["height"] * image["width"]]
+        box = [0, 0, image["width"], image["height"]]
+        region = {"image_id": image["id"], "category_id": 3, "iscrowd": 1, "bbox": box}
+        content["annotations"].append({**region, "id": 99, "segmentation": {"size": size, "counts": counts}})
+
+    edit(folder, crowd)
+    data, said = opened(folder)
+    assert said == []
+    assert len(data.objects[0]) == 3
+    assert data.target(0)["labels"].tolist() == [1, 2]
+    scores = coco_scores(data, perfect(data))
+    assert scores.box.ap == pytest.approx(100)
+    assert scores.categories[0].objects == 4
+
+
+def test_images_without_objects_are_evaluated_on_and_not_trained_on(folder):
+    edit(folder, lambda content: content.update(annotations=content["annotations"][2:]))
+    data, _ = opened(folder)
+    assert len(data) == 4
+    assert len(data.only_trainable()) == 3
+    edit(folder, lambda content: content.update(annotations=[]))
+    data, _ = opened(folder)
+    with pytest.raises(ValueError, match="no object to train on"):
+        data.only_trainable()
+    with pytest.raises(ValueError, match="no object on these 4 images"):
+        coco_scores(data, [])
+
+
+def test_boxes_end_at_the_image_and_slivers_are_not_trained_on(folder):
+    def move(content):
+        content["annotations"][0]["bbox"] = [-10, -10, 30, 30]
+        content["annotations"][1]["bbox"] = [0, 0, 0.5, 20]
+
+    edit(folder, move)
+    data, said = opened(folder)
+    assert said == []
+    assert data.target(0)["boxes"].tolist() == [[0, 0, 20, 20]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c.pop("categories"), "no list of categories"),
+        (lambda c: c.update(images=[]), "has no images"),
+        (lambda c: c["images"].append(c["images"][0]), "two images have the id 11"),
+        (lambda c: c["categories"].append({"id": 3, "name": "x"}), "two categories have the same id"),
+        (lambda c: c["categories"].append({"id": "x"}), "a category needs a whole number as id"),
+    ],
+)
+def test_a_file_that_cannot_be_meant_is_an_error(folder, change, message):
+    edit(folder, change)
+    with pytest.raises(ValueError, match=message):
+        opened(folder)
+
+
+def test_files_that_are_not_there_are_named(folder, tmp_path):
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        opened(tmp_path / "none")
+    with pytest.raises(FileNotFoundError, match=r"annotations/instances_test2017\.json"):
+        opened(folder, "test")
+    (folder / "annotations" / "instances_train.json").write_text("{")
+    with pytest.raises(ValueError, match="is no json"):
+        opened(folder)
+    for file in (folder / "images").iterdir():
+        file.unlink()
+    with pytest.raises(FileNotFoundError, match=r"none of the first images, e\.g\. 000055\.png"):
+        opened(folder, "val")
+
+
+def test_a_missing_file_and_a_wrong_size_are_errors_of_that_image(folder):
+    data, _ = opened(folder)
+    Path(data.name(0)).unlink()
+    Image.new("RGB", (5, 5)).save(data.name(1))
+    with pytest.raises(FileNotFoundError):
+        data.read(0)
+    with pytest.raises(ValueError, match=r"has the size \(5, 5\)"):
+        data.read(1)
+
+
+def fixed_results(data):
+    """Good, shifted, wrong and missing detections."""
+    results = perfect(data)
+    generator = np.random.default_rng(1)
+    for result in results:
+        result["score"] = round(float(generator.uniform(0.1, 1)), 3)
+        result["bbox"] = [x + float(d) for x, d in zip(result["bbox"], generator.integers(-4, 5, 4), strict=True)]
+    results[1]["category_id"] = 3
+    return results[:-1]
+
+
+def direct(file, results, code):
+    """pycocotools by itself."""
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    truth = COCO(str(file))
+    evaluation = COCOeval(truth, truth.loadRes(str(results)), code)
+    evaluation.evaluate()
+    evaluation.accumulate()
+    evaluation.summarize()
+    return (100 * evaluation.stats[:6]).tolist()
+
+
+def assert_same_numbers(ours, theirs):
+    for a, b in zip(ours, theirs, strict=True):
+        assert a == b or (math.isnan(a) and b == -100)
+
+
+def test_the_ap_is_pycocotools(folder, tmp_path):
+    data, _ = opened(folder)
+    results = fixed_results(data)
+    write_results(tmp_path / "results.json", results)
+    scores = coco_scores(data, json.loads((tmp_path / "results.json").read_text()))
+    assert 0 < scores.box.ap < 100
+    assert scores.box != scores.mask
+    assert_same_numbers(scores.box, direct(data.file, tmp_path / "results.json", "bbox"))
+    assert_same_numbers(scores.mask, direct(data.file, tmp_path / "results.json", "segm"))
+    assert np.mean([row.box_ap for row in scores.categories]) == pytest.approx(scores.box.ap)
+    assert np.mean([row.mask_ap50 for row in scores.categories]) == pytest.approx(scores.mask.ap50)
+    with pytest.raises(AssertionError):
+        assert_same_numbers(scores.box, [x + 1e-6 for x in scores.box])
+    write_rows(tmp_path / "categories.csv", scores.categories)
+    assert len(read_rows(tmp_path / "categories.csv", CategoryRow)) == 2
+    table = table_4("sima", 44_390_821, scores)
+    assert table.lines[-2][:3] == ["XCiT-S12/16 -> SimA (paper)", "44.3M", "44.8"]
+    assert table.lines[-1][:3] == ["sima (here, 4 images)", "44.4M", f"{scores.box.ap:.1f}"]
+
+
+def test_no_detections_are_an_ap_of_zero_and_images_left_out_do_not_count(folder):
+    data, _ = opened(folder)
+    nothing = coco_scores(data, [])
+    assert nothing.box.ap == nothing.mask.ap == 0
+    first = data.images[0]["id"]
+    results = [r for r in perfect(data) if r["image_id"] == first]
+    assert coco_scores(data, results).box.ap < 60
+    assert coco_scores(data, results, [first]).box.ap == pytest.approx(100)
+
+
+@needs_mini
+def test_coco_mini_is_read_and_its_own_objects_score_full_marks():
+    said = []
+    data = open_coco(MINI, "val", said.append)
+    assert said == []
+    assert (len(data), len(data.classes)) == (32, 80)
+    assert max(data.category_ids) == 90
+    results = perfect(data)
+    scores = coco_scores(data, results)
+    assert scores.box.ap > 99
+    assert scores.mask.ap > 99
+    train = open_coco(MINI, "train", said.append)
+    assert len(train.only_trainable()) <= 96
+    grey = [i for i in range(len(train)) if Image.open(train.name(i)).mode == "L"]
+    assert len(grey) == 1
+    assert train.read(grey[0]).mode == "RGB"
+
+
+def sample():
+    """A box of ones in the image, its mask and its box."""
+    image = torch.zeros(3, 40, 60, dtype=torch.uint8)
+    image[:, 10:30, 20:50] = 200
+    target = {"boxes": torch.tensor([[20.0, 10, 50, 30]]), "labels": torch.tensor([1]), "masks": (image[:1] > 0).byte()}
+    return image, target
+
+
+def assert_box_fits(image, target, slack=0.0):
+    rows, columns = np.nonzero(image[0].numpy() > 100)
+    box = [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]
+    assert target["boxes"][0].tolist() == pytest.approx(box, abs=slack)
+    rows, columns = np.nonzero(target["masks"][0].numpy())
+    assert [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1] == pytest.approx(box, abs=slack)
+
+
+def test_image_box_and_mask_move_together():
+    assert_box_fits(*sample())
+    assert_box_fits(*flipped(*sample()))
+    assert flipped(*sample())[1]["boxes"].tolist() == [[10, 10, 40, 30]]
+    assert_box_fits(*resized(*sample(), 80))
+    assert_box_fits(*cropped(*sample(), 5, 30, 20, 20))
+    assert cropped(*sample(), 5, 30, 20, 20)[1]["boxes"].tolist() == [[0, 5, 20, 20]]
+    empty = cropped(*sample(), 0, 0, 10, 20)[1]
+    assert empty["boxes"].shape == (0, 4)
+    assert resized(torch.zeros(3, 10, 20).byte(), empty, 20)[1]["masks"].shape == (0, 20, 40)
+
+
+def test_scales_are_the_recipes_and_the_longer_side_has_a_limit():
+    seen = set()
+    for seed in range(40):
+        torch.manual_seed(seed)
+        image, target = Augment(crop=0.0, sides=(64, 128), longest=150)(*sample())
+        assert_box_fits(image, target, slack=1.0)
+        seen.add(tuple(image.shape[1:]))
+    assert seen == {(64, 96), (96, 144), (100, 150)}
+
+
+def test_crops_have_the_sizes_of_the_recipe_and_keep_objects_in_place():
+    augment = Augment(flip=0.0, crop=1.0, crop_sides=(40, 40), crop_size=(30, 50), sides=(64, 64), longest=10_000)
+    for seed in range(40):
+        torch.manual_seed(seed)
+        image, target = augment(*sample())
+        assert min(image.shape[1:]) == 64
+        assert max(image.shape[1:]) <= 64 * 50 / 30 + 1
+        if len(target["boxes"]) and target["masks"].any():
+            assert_box_fits(image, target, slack=2.5)

@@ -1,0 +1,129 @@
+"""Pictures as `sima heatmap` and `sima explain` write them."""
+
+import numpy as np
+import pytest
+from PIL import Image
+from small_models import deit, timm_vit
+from typer.testing import CliRunner
+
+from sima_attn import cli
+from sima_attn.bench.rows import read_rows
+from sima_attn.explain import subject as subject_module
+from sima_attn.explain.drawing import EFFECT, HEAT, Tile, colour, overlay, sheet
+from sima_attn.explain.effects import AttentionRow
+from sima_attn.explain.gallery import Gallery
+
+runner = CliRunner()
+
+
+@pytest.fixture(autouse=True)
+def small_subjects(monkeypatch):
+    """Two small models under names of their own."""
+
+    def load(what=None, *, device="cpu"):
+        model = timm_vit() if what == "softmax" else deit()
+        facts = {"input_size": (3, 32, 32)}
+        return subject_module.subject_of(model, name=what or "shipped", trained=what is not None, facts=facts)
+
+    monkeypatch.setattr(subject_module, "load_subject", load)
+
+
+@pytest.fixture
+def photos(tmp_path):
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    for name, size in (("wide", (90, 40)), ("tall", (30, 80)), ("square", (50, 50))):
+        pixels = np.random.default_rng(len(name)).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{name}.png")
+    return folder
+
+
+def sima(*arguments, code=0):
+    result = runner.invoke(cli.app, [str(a) for a in arguments])
+    assert result.exit_code == code, result.output + str(result.exception)
+    return result
+
+
+def test_a_folder_becomes_pictures_and_a_contact_sheet(photos, tmp_path):
+    out = tmp_path / "out"
+    result = sima("heatmap", photos, "--out", out, "--raw")
+    names = {p.name for p in out.iterdir()}
+    assert names == {f"{n}.{e}" for n in ("wide", "tall", "square") for e in ("png", "npz")} | {"contact_sheet.png"}
+    assert "shipped has no trained weights" in result.stderr
+    arrays = np.load(out / "wide.npz")
+    assert set(arrays) == {"blocks.2.attn.q", "blocks.2.attn.k"}
+    assert arrays["blocks.2.attn.q"].shape == (3, 5)
+    assert (arrays["blocks.2.attn.q"] > 0).all()
+
+
+def test_all_layers_and_two_models_side_by_side(photos, tmp_path):
+    one, all_ = tmp_path / "one", tmp_path / "all"
+    sima("heatmap", photos / "wide.png", "--out", one, "--of", "k", "--model", "sima")
+    sima("heatmap", photos / "wide.png", "--out", all_, "--layer", "all", "--model", "sima", "--compare", "softmax")
+    assert Image.open(all_ / "wide.png").height > 3 * Image.open(one / "wide.png").height
+    assert [p.name for p in one.iterdir()] == ["wide.png"]
+
+
+def test_photos_of_the_same_name_do_not_overwrite_each_other(photos, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "wide.png").write_bytes((photos / "wide.png").read_bytes())
+    sima("heatmap", photos / "wide.png", other / "wide.png", "--out", tmp_path / "out")
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"wide.png", "wide-2.png", "contact_sheet.png"}
+
+
+def test_effect_and_statistics(photos, tmp_path):
+    target = tmp_path / "effect.png"
+    sima("explain", "effect", photos / "wide.png", "--patch", "1,2", "--compare", "softmax", "--out", target)
+    pixels = np.asarray(Image.open(target)).astype(int)
+    assert (pixels[..., 0] - pixels[..., 2] > 60).any()  # red: it adds
+    assert (pixels[..., 2] - pixels[..., 0] > 60).any()  # blue: it takes away
+    sima("explain", "statistics", photos, "--compare", "softmax", "--out", tmp_path)
+    rows = read_rows(tmp_path / "statistics.csv", AttentionRow)
+    assert [row.model for row in rows] == ["shipped"] * 3 + ["softmax"] * 3
+    assert (tmp_path / "statistics.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--layer", "last"], "expected a whole number, got 'last'"),
+        (["--layer", "7"], "layer must be from -3 to 2, got 7"),
+        (["--of", "v"], "a map is of 'q'"),
+        (["--size", "4"], "size must be 8 px or more"),
+    ],
+)
+def test_what_is_wrong_is_said(photos, tmp_path, arguments, message):
+    result = sima("heatmap", photos / "wide.png", "--out", tmp_path / "out", *arguments, code=1)
+    assert message in str(result.exception)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_without_images_and_a_photo_that_is_not_there(tmp_path):
+    assert "has no images" in str(sima("heatmap", tmp_path, code=1).exception)
+    assert "there is no photo" in str(sima("heatmap", tmp_path / "none.jpg", code=1).exception)
+
+
+def test_colours_are_the_ends_and_the_middle_of_the_ramp():
+    assert np.array_equal(colour(np.array([0.0, 1.0]), HEAT), HEAT[[0, -1]])
+    assert np.array_equal(colour(np.array([0.5]), EFFECT)[0], EFFECT[1])
+    photo = Image.new("RGB", (4, 3), (9, 9, 9))
+    assert np.array_equal(np.asarray(overlay(photo, np.zeros((3, 4)), opacity=0.0)), np.asarray(photo))
+    with pytest.raises(ValueError, match="does not fit a photo"):
+        overlay(photo, np.zeros((4, 3)))
+
+
+def test_a_sheet_holds_every_picture_whole():
+    red = Tile(Image.new("RGB", (100, 50), (255, 0, 0)), "wide and with a caption much too long for its cell")
+    blue = Tile(Image.new("RGB", (20, 80), (0, 0, 255)), "tall")
+    page = np.asarray(sheet([[red, blue], [red]], "title", cell=100)).astype(int)
+    is_red = (page[..., 0] > 200) & (page[..., 1] < 50)
+    assert is_red.sum() == 2 * 100 * 50
+    assert ((page[..., 2] > 200) & (page[..., 1] < 50)).sum() == 25 * 100
+    with pytest.raises(ValueError, match="no pictures"):
+        sheet([])
+
+
+def test_a_gallery_checks_what_it_is_asked_for():
+    with pytest.raises(ValueError, match="opacity must be from 0 to 1, got 2"):
+        Gallery([], opacity=2)

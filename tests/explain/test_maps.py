@@ -1,0 +1,161 @@
+"""The paper's heat maps: laws of the map, its place on the image, and the files that are written."""
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from small_models import MODELS, build, deit, image, timm_vit
+from torch import nn
+
+from sima_attn.explain import effect, heatmap, heatmaps, read_attention
+from sima_attn.explain import subject as subject_module
+from sima_attn.explain.effects import attention_statistics
+from sima_attn.explain.maps import spread, unit_range
+from sima_attn.explain.subject import load_subject, subject_of
+from sima_attn.nn import SimAttention
+
+
+@pytest.mark.parametrize("size", [(32, 48), (29, 61), (64, 16)])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_map_has_the_size_of_the_image_and_reaches_from_0_to_1(name, size):
+    drawn = heatmap(build(name), image(*size), of="k")
+    assert drawn.shape == size
+    assert (drawn.min(), drawn.max()) == (0, 1)
+
+
+class Stamp(nn.Module):
+    """One SimA layer over patches whose query is their brightness, and whose key is its opposite."""
+
+    def __init__(self, class_token: bool = False) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, 2, 8, stride=8, bias=False)
+        self.attn = SimAttention(2, 1, qkv_bias=False)
+        self.class_token = class_token
+        with torch.no_grad():
+            self.patch.weight.copy_(torch.stack([torch.full((3, 8, 8), 1 / 192), torch.full((3, 8, 8), -1 / 192)]))
+            self.attn.qkv.weight.copy_(torch.tensor([[1.0, 0], [0, 0], [0, 1], [0, 0], [1, 0], [0, 1]]))
+
+    def forward(self, x):
+        x = self.patch(x).flatten(2).transpose(1, 2)
+        x = torch.cat([torch.full_like(x[:, :1], 100.0), x], 1) if self.class_token else x
+        return self.attn(x).mean(1)
+
+
+@pytest.mark.parametrize("class_token", [False, True])
+@pytest.mark.parametrize("of", ["q", "k"])
+def test_the_bright_patch_is_where_the_map_is_1_and_the_class_token_is_nowhere(of, class_token):
+    photo = torch.zeros(3, 24, 40)
+    photo[:, 8:16, 24:32] = 1.0
+    drawn = heatmap(Stamp(class_token), photo, of=of)
+    assert np.unravel_index(drawn.argmax(), drawn.shape)[0] in range(8, 16)
+    assert drawn[8:16, 24:32].min() > 0.2
+    assert (drawn[:, :16] == 0).all()
+
+
+def test_scaling_a_channel_of_q_changes_simas_map_not_at_all():
+    model = build("deit")
+    before = heatmap(model, image())
+    with torch.no_grad():
+        model.blocks[-1].attn.qkv.weight[:5] *= 7
+        model.blocks[-1].attn.qkv.bias[:5] *= 7
+    assert np.abs(heatmap(model, image()) - before).max() < 1e-4
+
+
+def test_all_layers_at_once_are_those_one_by_one():
+    model = build("deit")
+    maps = heatmaps(model, image(), of="q")
+    assert list(maps) == [f"blocks.{i}.attn" for i in range(3)]
+    for index, drawn in enumerate(maps.values()):
+        assert np.array_equal(drawn, heatmap(model, image(), layer=index))
+
+
+def test_padding_is_cut_off_not_squeezed_in():
+    scores = torch.tensor([[[0.0, 1.0], [0.0, 9.0]]])
+    whole = spread(scores, (1.0, 1.0), (32, 32))
+    assert np.array_equal(spread(scores, (0.75, 0.5), (24, 16)), whole[:24, :16])
+    assert (unit_range(np.full((2, 2), 3.0)) == 0).all()
+
+
+def test_a_photo_enters_with_its_shape_and_about_the_tokens_of_training(tmp_path):
+    subject = subject_of(deit(img_size=64))
+    assert (subject.any_size, subject.any_shape) == (True, True)
+    for size in [(400, 300), (300, 400), (4000, 10), (10, 10), (7, 3000)]:
+        height, width = subject.input_size(*size, 64)
+        assert height % 8 == width % 8 == 0
+        assert 48 <= height * width // 64 <= 70
+    assert subject.input_size(400, 300, 64) == (56, 72)
+    path = tmp_path / "photo.png"
+    Image.new("RGB", (37, 50), (200, 10, 10)).save(path)
+    model = deit()
+    model.pretrained_cfg = {**model.pretrained_cfg, "input_size": (3, 32, 32)}
+    assert heatmap(model, path).shape == heatmap(model, Image.open(path)).shape == (50, 37)
+
+
+def test_a_model_of_one_size_gets_the_photo_squeezed_and_says_so_of_other_sizes():
+    model = timm_vit(dynamic_img_size=False)
+    subject = subject_of(model, facts={"input_size": (3, 32, 32)})
+    assert (subject.any_size, subject.any_shape) == (False, False)
+    assert subject.prepare(Image.new("RGB", (90, 30))).shape == (1, 3, 32, 32)
+    with pytest.raises(ValueError, match="images of 32 px only, got size=64"):
+        subject.input_size(90, 30, 64)
+
+
+def test_what_comes_with_the_package_is_the_default(monkeypatch):
+    monkeypatch.setattr(subject_module, "shipped_models", list)
+    assert not load_subject().trained
+    monkeypatch.setattr(subject_module, "shipped_models", lambda: ["sima_deit_small_patch16_224"])
+    assert subject_module.default_model() == "sima_deit_small_patch16_224"
+
+
+def test_errors_name_what_is_wrong(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no photo"):
+        heatmap(deit(), tmp_path / "none.png")
+    (tmp_path / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\nbroken")
+    with pytest.raises(ValueError, match=r"broken\.png cannot be read as an image"):
+        heatmap(deit(), tmp_path / "broken.png")
+    with pytest.raises(ValueError, match="one image at a time"):
+        heatmap(deit(), image(batch=2))
+    with pytest.raises(ValueError, match="did you mean sima_deit"):
+        load_subject("sima_deit_tinny_patch16_224")
+    with pytest.raises(ValueError, match="no timm configuration"):
+        heatmap(Stamp(), Image.new("RGB", (8, 8)))
+
+
+def test_weights_of_ones_own_are_loaded_by_name_and_file(tmp_path):
+    model = timm.create_model("sima_deit_tiny_patch16_224", num_classes=7, depth=12)
+    torch.save(model.state_dict(), tmp_path / "own.pth")
+    subject = load_subject(f"sima_deit_tiny_patch16_224={tmp_path / 'own.pth'}")
+    assert subject.trained
+    assert subject.class_name(3) == "class 3"
+    assert torch.equal(subject.model.head.weight, model.head.weight)
+    with pytest.raises(ValueError, match="does not fit sima_deit_small"):
+        load_subject(f"sima_deit_small_patch16_224={tmp_path / 'own.pth'}")
+
+
+def test_an_effect_is_a_signed_row_of_the_matrix():
+    model = build("deit")
+    layer = read_attention(model, image(32, 32)).layers[-1]
+    row = layer.matrix()[0, :, 1 + 2 * 4 + 3, 1:].mean(0)  # patch (2, 3) of 4 x 4, after the class token
+    drawn = effect(model, image(32, 32), patch=(2, 3))
+    assert np.abs(drawn).max() == 1
+    centres = drawn[4::8, 4::8] / np.abs(drawn[4::8, 4::8]).max()
+    assert np.abs(centres.flatten() - (row / row.abs().max()).numpy()).max() < 0.35  # bilinear, half a pixel off
+    assert (effect(build("deit, softmax"), image(32, 32), patch=(0, 0)) >= 0).all()
+    with pytest.raises(ValueError, match=r"from \(0, 0\) to \(3, 3\), got \(4, 0\)"):
+        effect(model, image(32, 32), patch=(4, 0))
+
+
+def test_statistics_tell_sima_from_softmax_and_one_channel_from_many():
+    sima, softmax = (
+        attention_statistics([read_attention(build(name), image(batch=2))] * 2, name)
+        for name in ("deit", "deit, softmax")
+    )
+    assert [row.layer for row in sima] == [0, 1, 2]
+    assert all(0 < row.negative_share < 1 and row.images == 4 for row in sima)
+    assert all(row.negative_share == 0 for row in softmax)
+    assert all(1 / row.D <= row.largest_channel_share <= 1 for row in [*sima, *softmax])
+    (alone,) = attention_statistics([read_attention(Stamp(), torch.rand(1, 3, 24, 40))], "one channel")
+    assert alone.largest_channel_share == 1
+    with pytest.raises(ValueError, match="at least one reading"):
+        attention_statistics([], "nothing")

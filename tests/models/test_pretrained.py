@@ -1,0 +1,196 @@
+"""Weights in the package: a run becomes a file, `pretrained=True` finds it, `sima classify` uses it."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors import safe_open
+from typer.testing import CliRunner
+
+from sima_attn import cli
+from sima_attn.explain import subject
+from sima_attn.models import pretrained
+from sima_attn.models.pretrained import Card, in_half, read_card, save_shipped, weights_file
+from sima_attn.train.classify import train_classifier
+from sima_attn.train.data import open_data
+from sima_attn.train.data.loader import evaluation_transform
+from sima_attn.train.evaluate import evaluate, load_trained
+from sima_attn.train.recipes import Augment, Data, Model, Optim, Recipe, Run, Schedule
+
+NAME = "sima_xcit_mini_p4_64_relu"
+CLASSES = ("n01", "n02", "n03")
+
+
+def sima(*arguments, code=0):
+    result = CliRunner().invoke(cli.app, [str(a) for a in arguments], catch_exceptions=False)
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def noise(seed, size=(70, 64)):
+    pixels = torch.randint(0, 256, (size[1], size[0], 3), generator=torch.Generator().manual_seed(seed))
+    return Image.fromarray(pixels.byte().numpy())
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A model of full size after two steps."""
+    root = tmp_path_factory.mktemp("run")
+    for split in ("train", "val"):
+        for i, name in enumerate(CLASSES):
+            (root / "data" / split / name).mkdir(parents=True)
+            for j in range(2):
+                noise(10 * i + j).save(root / "data" / split / name / f"{j}.png")
+    (root / "data" / "classes.txt").write_text("n01\tgoldfish, Carassius auratus\nn02\tbox [turtle]\nn03\towl\n")
+    recipe = Recipe(
+        name="two_steps",
+        model=Model(NAME, "sima"),
+        data=Data(str(root / "data"), size=64, workers=0),
+        augment=Augment(crop="none", flip=0.0),
+        optim=Optim(lr=1e-3, lr_batch=0),
+        schedule=Schedule(epochs=1, warmup_epochs=0),
+        run=Run(batch=3, ema=0.5),
+    )
+    train_classifier(recipe, root / "run", device="cpu", quiet=True)
+    return root, recipe
+
+
+@pytest.fixture
+def weights(tmp_path, monkeypatch):
+    monkeypatch.setattr(pretrained, "WEIGHTS", tmp_path / "weights")
+    return tmp_path / "weights"
+
+
+@pytest.fixture
+def card():
+    facts = {
+        "mean": (0.5,) * 3,
+        "std": (0.5,) * 3,
+        "recipe": {},
+        "top1": 1.0,
+        "top5": 2.0,
+        "images": 3,
+        "terms": "none",
+    }
+    return Card(classes=list(CLASSES), size=64, **facts)
+
+
+def test_a_run_is_shipped_and_loaded_as_pretrained(run, weights):
+    root, recipe = run
+    output = sima("ship", root / "run")
+    path = weights / f"{NAME}.safetensors"
+    assert path.stat().st_size < 12_000_000
+    assert path.name in output
+    model = timm.create_model(NAME, pretrained=True).eval()
+    average = load_trained(root / "run", ema=True).model.eval()
+    source, transform = open_data(root / "data", "val"), evaluation_transform(recipe.data)
+    images = torch.stack([transform(source.read(i)) for i in range(len(source))])
+    with torch.no_grad():
+        error = (model(images) - average(images)).abs().max()
+    assert error < 5e-3  # half precision
+    assert timm.create_model(NAME, pretrained=True, num_classes=7)(images[:2]).shape == (2, 7)
+
+    result = evaluate(load_trained(path), root / "data")
+    found = read_card(path)
+    assert found.classes == list(CLASSES)
+    assert (found.top1, found.top5, found.images) == (round(result.top1, 2), round(result.top5, 2), 6)
+    assert found.recipe["name"] == "two_steps"
+    assert found.recipe["data"]["path"] == "data"  # no path of this machine
+    assert str(root) not in json.dumps(found.recipe)
+    assert model.pretrained_cfg["label_names"] == CLASSES
+    assert model.pretrained_cfg["label_descriptions"]["n01"] == "goldfish"
+    with safe_open(path, "pt") as file:
+        kinds = {file.get_tensor(key).dtype for key in file.keys() if file.get_tensor(key).dim() > 1}  # noqa: SIM118
+    assert kinds == {torch.float16}
+
+
+def test_without_a_file_there_is_an_error_that_says_what_there_is(run, weights):
+    with pytest.raises(ValueError, match=rf"no published weights for {NAME} \(weights come .*for: none\)"):
+        timm.create_model(NAME, pretrained=True)
+    sima("ship", run[0] / "run", "--no-ema")
+    with pytest.raises(ValueError, match=f"for sima_cvt_13 .*for: {NAME}"):
+        timm.create_model("sima_cvt_13", pretrained=True)
+
+
+def test_weights_of_another_shape_are_refused_and_leave_no_file(run, weights, card):
+    state = load_trained(run[0] / "run").model.state_dict()
+    with pytest.raises(ValueError, match=r"not those of sima_vit_mini_patch4_64: \S+ is .* such keys"):
+        save_shipped(state, "sima_vit_mini_patch4_64", card)
+    with pytest.raises(ValueError, match=r"head.bias is \(3,\), the model's is \(2,\)"):
+        save_shipped(state, NAME, replace(card, classes=["a", "b"]))
+    assert not weights.exists()
+
+
+def test_a_file_that_is_too_large_is_refused_and_not_left_behind(run, weights, card, monkeypatch):
+    monkeypatch.setattr(pretrained, "MOST_BYTES", 1_000_000)
+    with pytest.raises(ValueError, match=r"takes 11\.\d MB, a file may have 1 MB"):
+        save_shipped(load_trained(run[0] / "run").model.state_dict(), NAME, card)
+    assert list(weights.iterdir()) == []
+
+
+def test_half_precision_keeps_vectors_and_refuses_what_overflows():
+    kept = in_half({"matrix": torch.ones(2, 2), "vector": torch.full((2,), 1e-9), "count": torch.tensor(7)})
+    assert [kept[name].dtype for name in kept] == [torch.float16, torch.float32, torch.int64]
+    with pytest.raises(ValueError, match="matrix does not fit float16: its greatest value is 1e"):
+        in_half({"matrix": torch.full((2, 2), 1e6)})
+
+
+def test_a_foreign_file_has_no_card(run, tmp_path):
+    with pytest.raises(ValueError, match="has no top1, terms in its metadata"):
+        read_card(run[0] / "run" / "weights.safetensors")
+
+
+@pytest.fixture
+def photos(tmp_path):
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    noise(1).save(folder / "one.png")
+    noise(2, size=(40, 90)).convert("L").save(folder / "two.jpg")
+    (folder / "broken.png").write_text("no image")
+    return folder
+
+
+def test_classify_takes_files_folders_and_patterns_and_names_what_is_broken(run, photos):
+    output = sima("classify", photos, "--model", run[0] / "run", "--top", 2)
+    assert output.count(" %  ") == 4
+    assert "left out:" in output
+    assert "broken.png" in output
+    assert all(name in output for name in ("one.png", "two.jpg"))
+    assert sima("classify", photos / "*.jpg", "--model", run[0] / "run").count(" %  ") == 3  # there are three classes
+    sima("classify", photos / "broken.png", "--model", run[0] / "run", code=1)
+    with pytest.raises(FileNotFoundError, match="nothing matches"):
+        sima("classify", photos / "*.webp", "--model", run[0] / "run")
+
+
+def test_classify_says_the_classes_a_plain_computation_finds_in_words(run, photos, weights, monkeypatch):
+    sima("ship", run[0] / "run")
+    monkeypatch.setattr(subject, "shipped_models", lambda: [NAME])
+    output = sima("classify", photos / "one.png")
+    model = timm.create_model(NAME, pretrained=True).eval()
+    with torch.no_grad():
+        likely = model(evaluation_transform(run[1].data)(noise(1))[None])[0].softmax(0)
+    words = ["goldfish", "box [turtle]", "owl"]
+    lines = output.splitlines()[1:]
+    assert [line.split(" %")[0].strip() for line in lines] == [
+        f"{words[k]:<12}  {100 * likely[k]:5.1f}" for k in likely.argsort(descending=True).tolist()
+    ]
+
+
+def test_classify_with_random_weights_is_an_error(photos, monkeypatch):
+    with pytest.raises(ValueError, match=r"sima_xcit_mini_p4_64 has no trained weights: train a model"):
+        sima("classify", photos, "--model", "sima_xcit_mini_p4_64")
+    monkeypatch.setattr(subject, "shipped_models", list)
+    with pytest.raises(ValueError, match="no weights come with this version of the package: train"):
+        sima("classify", photos)
+
+
+def test_the_files_in_the_package_are_those_of_registered_models():
+    for path in pretrained.WEIGHTS.glob("*"):
+        assert path == weights_file(path.stem)
+        assert path.stat().st_size <= pretrained.MOST_BYTES
+        model = timm.create_model(path.stem, pretrained=True)
+        assert model.num_classes == len(read_card(path).classes)
+        assert path.stem in timm.list_models(pretrained=True)

@@ -1,0 +1,293 @@
+"""The page's server: what it answers, and that nothing sent to it brings it down."""
+
+import asyncio
+import io
+import re
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import urllib.request
+import zlib
+
+import pytest
+import timm
+from PIL import Image
+
+pytest.importorskip("fastapi")
+pytest.importorskip("httpx")
+
+from fastapi.testclient import TestClient
+
+from sima_attn.explain.subject import subject_of
+from sima_attn.nn import SimAttention
+from sima_attn.nn.baselines.softmax import SoftmaxAttention
+from sima_attn.serve import looking
+from sima_attn.serve.app import create_app
+from sima_attn.serve.limits import Gate, Limits, Refusal
+from sima_attn.serve.looking import Looker, softmax_twin
+from sima_attn.serve.photos import decode
+
+VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 2, "num_classes": 5}
+CVT = {"embed_dims": (8, 16, 24), "depths": (1, 1, 1), "num_heads": (1, 2, 3), "num_classes": 5}
+LIMITS = Limits(bytes=200_000, pixels=2_000_000, queue=4, seconds=20)
+CLASSES = ["ant", "bee", "cat", "dog", "elk"]
+
+
+def small_subject(name="sima_deit_tiny_patch16_224", **options):
+    model = timm.create_model(name, **{**VIT, **options}).eval()
+    return subject_of(model, name="small", trained=False, classes=CLASSES, facts={"input_size": (3, 32, 32)})
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    samples = tmp_path_factory.mktemp("samples")
+    Image.new("RGB", (60, 40), (200, 20, 20)).save(samples / "red.png")
+    with TestClient(create_app(small_subject(), samples=samples, limits=LIMITS), base_url="http://127.0.0.1") as client:
+        yield client
+
+
+def photo(size=(60, 40), kind="PNG", mode="RGB", **options):
+    buffer = io.BytesIO()
+    Image.linear_gradient("L").resize(size).convert(mode).save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def bomb(side=60_000):
+    """A PNG of 68 bytes that says it has 3.6 thousand million pixels."""
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0")) + chunk(b"IEND", b"")
+
+
+def test_a_photo_is_classified_and_every_layer_drawn(client):
+    answer = client.post("/api/analyse", content=photo()).json()
+    assert (answer["height"], answer["width"]) == (24, 40)
+    assert sorted(g["name"] for g in answer["guesses"]) == CLASSES
+    probabilities = [g["probability"] for g in answer["guesses"]]
+    assert probabilities == sorted(probabilities, reverse=True)
+    assert sum(probabilities) == pytest.approx(1, abs=1e-3)
+    assert [layer["path"] for layer in answer["layers"]] == [f"blocks.{i}.attn" for i in range(3)]
+    for layer in answer["layers"]:
+        for part in ("q", "k"):
+            values = [value for row in layer[part] for value in row]
+            assert (len(layer[part]), len(layer[part][0])) == (3, 5)
+            assert (min(values), max(values)) == (0, 1)
+
+
+def test_one_patch(client):
+    answer = client.post("/api/effect?layer=2&row=1&column=4", content=photo()).json()
+    values = [value for row in answer["values"] for value in row]
+    assert max(map(abs, values)) == 1
+    assert answer["negative_share"] == pytest.approx(sum(v < 0 for v in values) / 15, abs=1e-3)
+    outside = client.post("/api/effect?layer=2&row=3&column=0", content=photo())
+    assert outside.status_code == 422
+    assert "from (0, 0) to (2, 4)" in outside.json()["detail"]
+    assert client.post("/api/effect?layer=9&row=0&column=0", content=photo()).status_code == 422
+
+
+def test_times_and_facts(client, monkeypatch):
+    monkeypatch.setattr(looking, "TIMED_SECONDS", 0.0)
+    answer = client.post("/api/times?size=128", content=photo()).json()
+    assert answer["sima_ms"] > 0
+    assert answer["softmax_ms"] > 0
+    assert 200 <= answer["tokens"] <= 300
+    refused = client.post("/api/times?size=100", content=photo())
+    assert refused.status_code == 422
+    assert "32, 64, 96, 128, 192, 224, 256, 384, got 100" in refused.json()["detail"]
+    facts = client.get("/api/model").json()
+    assert (facts["name"], facts["trained"], facts["layers"], facts["classes"]) == ("small", False, 3, 5)
+    assert facts["exps_in_attention"] == 0
+    assert facts["exps_elsewhere"] > 0
+    assert facts["params"] == sum(p.numel() for p in small_subject().model.parameters())
+
+
+@pytest.mark.parametrize("name", ["sima_deit_tiny_patch16_224", "sima_cvt_13"])
+def test_the_twin_has_softmax_everywhere_and_the_model_keeps_sima(name):
+    options = VIT if "deit" in name else CVT
+    model = timm.create_model(name, **options, attention_options={"token_ref": 4.0}).eval()
+    count = sum(isinstance(module, SimAttention) for module in model.modules())
+    twin = softmax_twin(model)
+    assert sum(isinstance(module, SoftmaxAttention) for module in twin.modules()) == count > 0
+    assert not any(isinstance(module, SimAttention) for module in twin.modules())
+    assert sum(isinstance(module, SimAttention) for module in model.modules()) == count
+    same = timm.create_model(name, **options, attention="softmax").eval()
+    same.load_state_dict(model.state_dict())
+    image = subject_of(model, facts={"input_size": (3, 32, 32)}).prepare(Image.linear_gradient("L").convert("RGB"))
+    if "deit" in name:  # CvT scales q by its width, which the twin, made for timing, leaves out
+        assert (twin(image) - same(image)).abs().max() < 1e-5
+
+
+def test_a_softmax_model_is_timed_against_its_conversion(monkeypatch):
+    monkeypatch.setattr(looking, "TIMED_SECONDS", 0.0)
+    looker = Looker(small_subject("vit_tiny_patch16_224"), LIMITS)
+    assert looker.sizes == [32]  # the model takes no other
+    assert looker.times(Image.new("RGB", (40, 40)), 32).sima_ms > 0
+
+
+HOSTILE = {
+    "nothing": (b"", 400),
+    "text": (b"hello, I am a photo", 415),
+    "a script": (b"<svg onload=alert(1)>", 415),
+    "half a PNG": (photo((300, 300))[:200], 422),
+    "a broken JPEG": (photo((300, 300), "JPEG")[:300] + b"\xff" * 50, 422),
+    "a header alone": (b"\x89PNG\r\n\x1a\n", 415),
+    "a bomb": (bomb(), 413),
+    "a smaller bomb": (bomb(2_000), 413),
+    "too many bytes": (b"\0" * 200_001, 413),
+    "a format left out": (photo(kind="TIFF"), 415),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_file_is_refused_and_the_server_lives_on(client, name):
+    data, status = HOSTILE[name]
+    refused = client.post("/api/analyse", content=data)
+    assert refused.status_code == status, refused.text
+    detail = refused.json()["detail"]
+    assert len(detail) > 10
+    assert "Traceback" not in detail
+    assert "/" not in detail.replace("'", "")
+    assert client.get("/healthz").json() == {"status": "ok", "inside": 0}
+
+
+def test_bytes_are_counted_where_no_length_is_given(client):
+    def drip():
+        for _ in range(300):
+            yield b"\0" * 1000
+
+    assert client.post("/api/analyse", content=drip()).status_code == 413
+
+
+KINDS = [
+    ("L", "PNG", (9, 9)),
+    ("RGBA", "PNG", (50, 20)),
+    ("P", "GIF", (20, 50)),
+    ("1", "BMP", (8, 8)),
+    ("CMYK", "JPEG", (64, 64)),
+    ("RGB", "WEBP", (1, 1)),
+    ("RGB", "PNG", (1900, 1)),
+]
+
+
+@pytest.mark.parametrize(("mode", "kind", "size"), KINDS)
+def test_every_kind_of_photo_is_read(client, mode, kind, size):
+    assert client.post("/api/analyse", content=photo(size, kind, mode)).status_code == 200
+
+
+def test_a_photo_is_turned_the_way_up_that_the_camera_noted():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    assert decode(photo((60, 40), "JPEG", exif=exif), LIMITS).size == (40, 60)
+
+
+@pytest.mark.parametrize("query", ["size=0", "size=-1", "size=99999", "size=abc", "size=33", "size=1e9"])
+def test_settings_out_of_range_are_422(client, query):
+    refused = client.post(f"/api/analyse?{query}", content=photo())
+    assert refused.status_code == 422
+    assert "size" in refused.json()["detail"]
+
+
+def test_every_answer_has_the_headers_and_the_page_needs_nothing_from_elsewhere(client):
+    for path, method in [("/", "GET"), ("/page.js", "GET"), ("/nowhere", "GET"), ("/api/analyse", "GET")]:
+        response = client.request(method, path)
+        policy = response.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe-inline" not in policy
+        assert response.headers["x-content-type-options"] == "nosniff"
+        assert response.headers["cache-control"] == "no-store"
+    pages = {path: client.get(path).text for path in ("/", "/page.css", "/page.js")}
+    assert not [path for path, page in pages.items() if re.search(r"https?:|//\w+\.|url\(|@import", page)]
+    assert "style=" not in pages["/"]
+    assert pages["/"].count("<script") == 1
+    assert client.get("/docs").status_code == 404
+    assert client.get("/api/analyse").status_code == 405
+    ids = set(re.findall(r'\$\("([\w-]+)"\)', pages["/page.js"]))
+    assert [one for one in ids if f'id="{one}"' not in pages["/"]] == []
+
+
+def test_samples_are_offered_by_name_alone(client):
+    assert client.get("/api/samples").json() == ["red"]
+    small = client.get("/api/samples/red?side=30")
+    assert small.headers["content-type"] == "image/jpeg"
+    assert Image.open(io.BytesIO(small.content)).size == (30, 20)
+    for name in ("none", "..%2F..%2Fetc%2Fpasswd", "red.png", "%00"):
+        assert client.get(f"/api/samples/{name}").status_code == 404
+
+
+def test_other_hosts_and_other_sites_are_turned_away(client):
+    assert client.get("/", headers={"host": "evil.example"}).status_code == 400
+    asked = client.post("/api/analyse", content=photo(), headers={"sec-fetch-site": "cross-site"})
+    assert asked.status_code == 403
+
+
+def test_an_error_of_ours_is_a_500_without_its_text(client, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("secret /etc/path")
+
+    monkeypatch.setattr(Looker, "analyse", fail)
+    answer = client.post("/api/analyse", content=photo())
+    assert answer.status_code == 500
+    assert answer.json() == {"detail": "something went wrong here; the server's log says what"}
+    assert client.get("/healthz").json()["inside"] == 0
+
+
+def test_too_many_are_told_to_come_back_and_the_slow_are_out_of_time():
+    gate = Gate(Limits(queue=1, seconds=0.2))
+    release = threading.Event()
+
+    async def ask(work):
+        with gate.admit():
+            return await gate.run(work)
+
+    async def scene():
+        slow = [asyncio.create_task(ask(release.wait)) for _ in range(2)]  # one runs, one waits
+        await asyncio.sleep(0.02)
+        with pytest.raises(Refusal, match="busy: 2 requests are ahead") as busy:
+            await ask(lambda: None)
+        assert busy.value.status == 429
+        for task in slow:
+            with pytest.raises(Refusal, match=r"longer than 0\.2 seconds") as late:
+                await task
+            assert late.value.status == 504
+        release.set()
+        assert await ask(lambda: "again") == "again"
+        assert gate.inside == 0
+
+    try:
+        asyncio.run(scene())
+    finally:
+        release.set()
+        gate.close()
+
+
+def test_openapi_names_every_refusal(client):
+    schema = client.get("/openapi.json").json()
+    for path in ("/api/analyse", "/api/effect", "/api/times"):
+        operation = schema["paths"][path]["post"]
+        assert "requestBody" in operation
+        assert {"200", "400", "413", "415", "422", "429", "504"} <= set(operation["responses"])
+
+
+def test_it_listens_answers_and_stops_when_told():
+    """The command itself, in a process of its own."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "sima_attn.cli", "serve", "--model", "sima_deit_tiny_patch16_224", "--port", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        address = process.stdout.readline().split()[0]
+        assert address.startswith("http://127.0.0.1:")
+        with urllib.request.urlopen(f"{address}/healthz", timeout=30) as answer:
+            assert answer.status == 200
+    finally:
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+    assert "no trained weights" in errors
+    assert "Traceback" not in errors

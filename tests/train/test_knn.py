@@ -1,0 +1,319 @@
+"""k-NN equals a plain computation, whatever the blocks; features are taken once; wrong input is named."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from small_runs import class_folders
+from torch import nn
+from typer.testing import CliRunner
+
+from sima_attn import cli
+from sima_attn.bench.rows import read_rows
+from sima_attn.train import features as features_module
+from sima_attn.train.data import open_data
+from sima_attn.train.dino import train_dino
+from sima_attn.train.dino_recipes import named_dino_recipe
+from sima_attn.train.features import (
+    Features,
+    Subset,
+    evenly,
+    extract,
+    key_of,
+    plot_feature_map,
+    principal_components,
+    two_dimensions,
+)
+from sima_attn.train.knn import KnnRow, knn_accuracy, nearest, plot_neighbours
+from sima_attn.train.recipes import Data, with_overrides
+
+N, M, W, K = 37, 101, 8, 7
+
+
+@pytest.fixture
+def sides():
+    """Queries, their labels, bank, its labels: clusters that overlap, so that the vote matters."""
+    generator = np.random.default_rng(0)
+    centres = generator.normal(size=(K, W))
+
+    def draw(count):
+        labels = generator.integers(0, K, count)
+        return (centres[labels] + 1.2 * generator.normal(size=(count, W))).astype(np.float32), labels
+
+    return *draw(N), *draw(M)
+
+
+def plain_knn(queries, labels, bank, bank_labels, k, temperature):
+    """By definition, in float64, query by query."""
+    unit = [x.astype(np.float64) / np.linalg.norm(x.astype(np.float64), axis=1, keepdims=True) for x in (queries, bank)]
+    top1 = top5 = 0
+    for q, label in zip(unit[0], labels, strict=True):
+        cosines = unit[1] @ q
+        order = np.argsort(-cosines)[:k]
+        scores = np.zeros(K)
+        for i in order:
+            scores[bank_labels[i]] += np.exp(cosines[i] / temperature)
+        ranking = np.argsort(-scores, kind="stable")
+        top1 += ranking[0] == label
+        top5 += label in ranking[:5]
+    return 100 * top1 / len(labels), 100 * top5 / len(labels)
+
+
+@pytest.mark.parametrize("temperature", [0.07, 0.5])
+def test_it_equals_the_definition(sides, temperature):
+    ks = [1, 5, 20, M]
+    rows = knn_accuracy(*sides, classes=K, k=ks, temperature=temperature)
+    assert [row.k for row in rows] == ks
+    for row in rows:
+        top1, top5 = plain_knn(*sides, row.k, temperature)
+        assert row.top1 == pytest.approx(top1)
+        # Classes that no neighbour has tie at zero: only with all of the bank is the fifth place one class's.
+        if row.k == M:
+            assert row.top5 == pytest.approx(top5)
+        assert (row.images, row.bank) == (N, M)
+    assert len({row.top1 for row in rows}) > 1
+
+
+@pytest.mark.parametrize(("query_block", "bank_block"), [(1, 1), (5, 7), (N, M), (1000, 3)])
+def test_blocks_change_nothing(sides, query_block, bank_block):
+    queries, _, bank, _ = sides
+    whole = nearest(queries, bank, 9)
+    cosines, indices = nearest(queries, bank, 9, query_block=query_block, bank_block=bank_block)
+    assert torch.equal(indices, whole[1])
+    assert torch.allclose(cosines, whole[0], atol=1e-6)
+    unit = torch.nn.functional.normalize(torch.tensor(bank), dim=1)
+    assert torch.allclose(
+        (torch.nn.functional.normalize(torch.tensor(queries), dim=1)[:, None] * unit[indices]).sum(2),
+        cosines,
+        atol=1e-6,
+    )
+
+
+def test_neither_side_is_ever_read_whole(sides, tmp_path):
+    """Both lie in files; what is read at a time is a block."""
+    queries, labels, bank, bank_labels = sides
+
+    class Watched:
+        def __init__(self, values, name):
+            np.save(tmp_path / name, values.astype(np.float16))
+            self.values, self.most = np.load(tmp_path / name, mmap_mode="r"), 0
+            self.shape, self.ndim = values.shape, values.ndim
+
+        def __len__(self):
+            return len(self.values)
+
+        def __getitem__(self, rows):
+            part = self.values[rows]
+            self.most = max(self.most, len(part))
+            return part
+
+    both = Watched(queries, "queries.npy"), Watched(bank, "bank.npy")
+    row = knn_accuracy(both[0], labels, both[1], bank_labels, classes=K, k=[20], query_block=10, bank_block=16)[0]
+    assert [side.most for side in both] == [10, 16]
+    halves = [x.astype(np.float16) for x in (queries, bank)]
+    assert row.top1 == pytest.approx(plain_knn(halves[0], labels, halves[1], bank_labels, 20, 0.07)[0])
+
+
+def test_lengths_of_features_do_not_matter(sides):
+    queries, labels, bank, bank_labels = sides
+    scaled = bank * np.random.default_rng(1).uniform(0.1, 10, (M, 1)).astype(np.float32)
+    assert knn_accuracy(queries, labels, bank, bank_labels, classes=K) == knn_accuracy(
+        3 * queries, labels, scaled, bank_labels, classes=K
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": [20, 102]}, "k must lie between 1 and the 101 images of the bank, got 102"),
+        ({"k": [0]}, "k must lie between 1 and the 101 images"),
+        ({"k": []}, "at least one k"),
+        ({"temperature": 0.0}, "temperature must be above 0"),
+        ({"labels": None}, "the query images have no labels"),
+        ({"bank_labels": np.zeros(5, dtype=int)}, "the bank images are 101, their labels .* some are missing"),
+        ({"bank_labels": np.full(M, -1)}, r"labels of the bank images are missing or have no class.*0 to 6, got -1"),
+        ({"bank": np.ones((M, 9), np.float32)}, r"of one width, got \(37, 8\) and \(101, 9\)"),
+        ({"queries": np.ones((0, W), np.float32), "labels": np.zeros(0, int)}, "0 images to classify"),
+    ],
+)
+def test_wrong_input_says_what_is_wrong(sides, change, message):
+    given = dict(zip(("queries", "labels", "bank", "bank_labels"), sides, strict=True))
+    with pytest.raises(ValueError, match=message):
+        knn_accuracy(**{**given, "classes": K, **change})
+
+
+# Features
+
+
+class Counting(nn.Module):
+    """Mean colours, and how many images went through."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(3))
+        self.images = 0
+
+    def forward(self, x):
+        self.images += len(x)
+        return x.mean((2, 3)) * self.gain
+
+
+DATA = Data("", size=8, workers=0)
+
+
+def test_features_are_taken_once_and_again_when_weights_or_images_change(tmp_path):
+    root = class_folders(tmp_path / "data", per_class=(5, 1))
+    model, kept = Counting(), tmp_path / "features"
+    steps = []
+    source = open_data(root, "train")
+    first = extract(model, source, DATA, kept, batch=4, on_step=lambda done, total: steps.append((done, total)))
+    assert model.images == 15
+    assert steps[-1] == (15, 15)
+    assert first.values.shape == (15, 3)
+    assert first.values.dtype == np.float16
+    again = extract(model, open_data(root, "train"), DATA, kept)
+    assert model.images == 15
+    assert np.array_equal(first.values, again.values)
+    assert np.array_equal(again.labels, source.labels)
+    assert np.array_equal(again.indices, np.arange(15))
+    for change in (
+        {"model": nn.Sequential(Counting())},
+        {"source": open_data(root, "val")},
+        {"source": Subset(source, np.arange(4))},
+        {"data": replace(DATA, size=9)},
+        {"about": "x"},
+    ):
+        given = {"model": model, "source": source, "data": DATA, "about": "", **change}
+        assert key_of(**given) != key_of(model, source, DATA)
+    with torch.no_grad():
+        model.gain[1] = 2
+    extract(model, source, DATA, kept)
+    assert model.images == 30
+    (root / "train" / "cat" / "0.png").unlink()
+    assert len(extract(model, open_data(root, "train"), DATA, kept).values) == 14
+    assert not [path for path in kept.iterdir() if path.name.startswith(".")]
+
+
+def test_features_that_fail_leave_nothing_behind(tmp_path):
+    source = open_data(class_folders(tmp_path / "data", per_class=(2, 1)), "train")
+
+    class Large(Counting):
+        def forward(self, x):
+            return torch.full((len(x), 2), 1e6)
+
+    with pytest.raises(ValueError, match=r"not finite in float16; use --dtype float32"):
+        extract(Large(), source, DATA, tmp_path / "features")
+    assert list((tmp_path / "features").iterdir()) == []
+    assert extract(Large(), source, DATA, tmp_path / "features", dtype="float32").values[0, 0] == 1e6
+    with pytest.raises(ValueError, match=r"unknown dtype of features 'float8'"):
+        extract(Large(), source, DATA, tmp_path / "features", dtype="float8")
+
+
+def test_a_broken_image_is_left_out_and_the_others_keep_their_place(tmp_path):
+    root = class_folders(tmp_path / "data", per_class=(40, 1))
+    (root / "train" / "dog" / "0.png").write_bytes(b"no image")
+    source, said = open_data(root, "train"), []
+    taken = extract(Counting(), source, DATA, tmp_path / "features", say=said.append, dtype="float32")
+    assert len(said) == 1
+    assert len(taken.values) == len(taken.labels) == 119
+    assert 40 not in taken.indices
+    assert np.array_equal(taken.labels, source.labels[taken.indices])
+    last = np.asarray(source.read(119).resize((8, 8)))  # not exactly the same resize, but the same image
+    mean = (last / 255 - np.array(DATA.mean)) / np.array(DATA.std)
+    assert np.allclose(taken.values[-1], mean.mean((0, 1)), atol=0.1)
+
+
+def test_principal_components_are_those_of_the_covariance():
+    generator = np.random.default_rng(0)
+    values = generator.normal(size=(200, 5)) * np.array([1, 5, 0.1, 3, 0.5]) + 7
+    points = principal_components(values)
+    assert np.allclose(points.mean(0), 0, atol=1e-9)
+    assert np.allclose(points.T @ points, np.diag(np.linalg.svd(values - values.mean(0))[1][:2] ** 2), atol=1e-6)
+    assert abs(np.corrcoef(points[:, 0], values[:, 1])[0, 1]) > 0.99
+    assert two_dimensions(values, "tsne").shape == (200, 2)
+    with pytest.raises(ValueError, match="unknown map 'umap'"):
+        two_dimensions(values, "umap")
+
+
+def test_evenly_chosen_numbers_are_different_and_reach_both_ends():
+    assert evenly(100, 6) == [0, 20, 40, 59, 79, 99]
+    assert evenly(3, 6) == [0, 1, 2]
+
+
+def test_pictures(tmp_path):
+    root = class_folders(tmp_path / "data", per_class=(6, 3))
+    sources = {split: open_data(root, split) for split in ("train", "val")}
+    taken = {split: extract(Counting(), source, DATA, tmp_path / "features") for split, source in sources.items()}
+    plot_neighbours(taken["val"], sources["val"], taken["train"], sources["train"], tmp_path / "near.png")
+    plot_feature_map(taken["val"], tmp_path / "map.png")
+    for name in ("near.png", "map.png"):
+        picture = np.asarray(Image.open(tmp_path / name).convert("RGB"))
+        assert min(picture.shape[:2]) > 200
+        assert picture.std() > 5
+    few = Features(taken["val"].values[:2], taken["val"].labels[:2], taken["val"].indices[:2], ["a", "b", "c"])
+    with pytest.raises(ValueError, match="a map needs a few images"):
+        plot_feature_map(few, tmp_path / "none.png")
+
+
+# The commands
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of the digits, too short to be good."""
+    out = tmp_path_factory.mktemp("runs") / "dino"
+    changes = [
+        "schedule.epochs=1",
+        "schedule.warmup_epochs=0",
+        "crops.local_count=2",
+        "run.batch=288",
+        "probe.epochs=3",
+    ]
+    train_dino(with_overrides(named_dino_recipe("digits"), changes), out, device="cpu", quiet=True)
+    return out
+
+
+def sima(*arguments, code=0):
+    result = CliRunner().invoke(cli.app, [str(a) for a in arguments])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_the_command_prints_rows_and_draws(run, tmp_path, monkeypatch):
+    pictures = "--picture", tmp_path / "near.png", "--map", tmp_path / "map.png"
+    output = sima("knn", run, "-k", 5, "-k", 20, "--out", tmp_path / "rows.csv", *pictures).output
+    assert "k-NN of" in output
+    rows = read_rows(tmp_path / "rows.csv", KnnRow)
+    assert [row.k for row in rows] == [5, 20]
+    assert 30 < rows[0].top1 <= 100
+    assert rows[0].bank + rows[0].images == 1797
+    assert (tmp_path / "near.png").is_file()
+    assert (tmp_path / "map.png").is_file()
+    monkeypatch.setattr(features_module, "_take", None)  # a second time nothing is taken
+    assert "100" in sima("knn", run).output
+    assert len(list((run / "features").iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("-k", 5000), r"k must lie between 1 and the \d+ images of the bank, got 5000"),
+        (("--device", "tpu"), "device must be auto, cpu or cuda"),
+        (("--branch", "pupil"), "unknown branch"),
+        (("--data", "nowhere"), "does not exist"),
+    ],
+)
+def test_the_command_refuses(run, arguments, message):
+    result = CliRunner().invoke(cli.app, ["knn", str(run), *[str(a) for a in arguments]])
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        raise result.exception
+
+
+def test_a_model_by_name_needs_data_and_a_missing_run_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(cli.app, ["knn", "sima_xcit_nano_12_p16_224"])
+    assert "say with --data" in str(result.exception)
+    result = CliRunner().invoke(cli.app, ["knn"])
+    assert "runs/dino-digits is neither a run's folder" in str(result.exception)
