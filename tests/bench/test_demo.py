@@ -1,5 +1,7 @@
 """`sima demo`: the twins on the digits, trained for a moment."""
 
+from pathlib import Path
+
 import pytest
 
 from sima_attn.bench.demo import TWINS, TwinRow, plot_twins, train_twins, twins_table
@@ -54,3 +56,15 @@ def test_a_demo_of_before_is_replaced_and_gives_the_same_accuracy(twins):
     again = train_twins(out, changes=BRIEF, quiet=True, on_twin=seen.append)
     assert seen == list(TWINS)
     assert [row.top1 for row in again] == [row.top1 for row in rows]
+
+
+def test_the_readme_shows_the_committed_rows():
+    root = Path(__file__).parents[2]
+    readme = (root / "README.md").read_text()
+    shown = {
+        tuple(cell.strip() for cell in line.strip().strip("│").split("│"))
+        for line in readme.splitlines()
+        if line.strip().startswith("│")
+    }
+    table = twins_table(read_rows(root / "benchmarks" / "results" / "demo_twins.csv", TwinRow))
+    assert {tuple(line) for line in table.lines} <= shown

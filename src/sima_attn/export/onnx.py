@@ -18,7 +18,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
-from unittest import mock
 
 import numpy as np
 import torch
@@ -31,8 +30,7 @@ from sima_attn.export.audit_report import AuditReport
 from sima_attn.export.preprocessing import Preprocessing
 from sima_attn.export.runtimes import PREFIX, open_model
 from sima_attn.nn import SimAttention, SimCrossAttention, SimMultiheadAttention
-from sima_attn.ops import api
-from sima_attn.ops.api import check_order
+from sima_attn.ops.api import Plan, check_order, watched_plans
 
 if TYPE_CHECKING:
     import onnx
@@ -305,15 +303,13 @@ def _pin_orders(model: nn.Module, order: str, images: Tensor) -> dict[str, str]:
         module.order = order if order != "auto" else module.order
     found: dict[str, str] = {}
     running = [""]
-    choose = api.resolve_order
 
-    def watch(wanted: str, *sizes: int) -> str:
+    def watch(plan: Plan) -> None:
         caller = running[-1] or f"call {len(found) + 1}"  # transformers' attentions are functions, not modules
-        found[caller] = choose(wanted, *sizes)
-        return found[caller]
+        found[caller] = plan.order
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(api, "resolve_order", watch))
+        stack.enter_context(watched_plans(watch))
         for path, module in modules.items():
             stack.callback(module.register_forward_pre_hook(lambda *_, path=path: running.append(path)).remove)
             stack.callback(module.register_forward_hook(lambda *_: running.pop() and None).remove)

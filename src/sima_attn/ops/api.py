@@ -6,6 +6,8 @@ differentiate without a copy.
 Shapes: B batch, H heads, N query tokens, M key tokens, D channels a head, Dv value channels a head.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -31,6 +33,19 @@ class Plan(NamedTuple):
     backend: str
 
 
+_watchers: list[Callable[[Plan], object]] = []
+
+
+@contextmanager
+def watched_plans(watch: Callable[[Plan], object]) -> Iterator[None]:
+    """Within it, `watch` is told of every plan that is made: what a model that runs really does."""
+    _watchers.append(watch)
+    try:
+        yield
+    finally:
+        _watchers.remove(watch)
+
+
 def plan(q: Tensor, k: Tensor, v: Tensor, *, order: str = "auto", backend: str = "auto") -> Plan:
     """The plan `sima_attention` follows for these tensors and settings. A named backend is never replaced."""
     check_order(order)
@@ -42,10 +57,13 @@ def plan(q: Tensor, k: Tensor, v: Tensor, *, order: str = "auto", backend: str =
         raise ValueError(f"backend 'triton' cannot take this: {reason}; backend='auto' falls back to plain torch")
     N, M, D, Dv = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
     if order == "auto" and backend == "triton":
-        return Plan(order=order_on_gpu(N, M, D, Dv, q.element_size()), backend=backend)
-    if order == "auto" and _is_exporting():
+        order = order_on_gpu(N, M, D, Dv, q.element_size())
+    elif order == "auto" and _is_exporting():
         N, M, D, Dv = _example_size(N), _example_size(M), _example_size(D), _example_size(Dv)
-    return Plan(order=resolve_order(order, N, M, D, Dv), backend=backend)
+    chosen = Plan(order=resolve_order(order, N, M, D, Dv), backend=backend)
+    for watch in _watchers:
+        watch(chosen)
+    return chosen
 
 
 def _is_exporting() -> bool:
