@@ -46,7 +46,9 @@ def crop_and_flip(images: Tensor, augment: Augment) -> Tensor:
     elif augment.crop == "none":
         return images
     zero = ones * 0
-    maps = torch.stack([torch.stack([width, zero, shift_x], 1), torch.stack([zero, height, shift_y], 1)], 1)  # [B, 2, 3]
+    maps = torch.stack(
+        [torch.stack([width, zero, shift_x], 1), torch.stack([zero, height, shift_y], 1)], 1
+    )  # [B, 2, 3]
     grid = F.affine_grid(maps, list(images.shape), align_corners=False)
     return F.grid_sample(images, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
 

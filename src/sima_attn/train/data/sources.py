@@ -169,7 +169,9 @@ class Parquet(Source):
             file = pq.ParquetFile(path)
             missing = {"image", "label"} - set(file.schema_arrow.names)
             if missing:
-                raise ValueError(f"{path} has no column {' or '.join(sorted(missing))}; it has {file.schema_arrow.names}")
+                raise ValueError(
+                    f"{path} has no column {' or '.join(sorted(missing))}; it has {file.schema_arrow.names}"
+                )
             names = names or _names_in_metadata(file.schema_arrow.metadata)
             labels.append(file.read(columns=["label"])["label"].to_numpy())
             for group in range(file.metadata.num_row_groups):
@@ -198,7 +200,9 @@ class Parquet(Source):
         block, row = self._row(index)
         if block not in self._kept:
             file, group = self.groups[block]
-            self._kept[block] = pq.ParquetFile(self.files[file]).read_row_group(group, columns=["image"], use_threads=False)["image"]
+            self._kept[block] = pq.ParquetFile(self.files[file]).read_row_group(
+                group, columns=["image"], use_threads=False
+            )["image"]
             if len(self._kept) > self.KEPT_BLOCKS:
                 self._kept.popitem(last=False)
         return _decode(io.BytesIO(self._kept[block][row].as_py()["bytes"]))
@@ -231,7 +235,9 @@ class TarShards(Source):
                 raise ValueError(f"{path} is no readable tar file: {error}") from None
             self.blocks.append(len(labels) - before)
         if not labels:
-            raise ValueError(f"there are no images with labels (NAME.jpg with NAME.cls) in {_few([str(f) for f in files])}")
+            raise ValueError(
+                f"there are no images with labels (NAME.jpg with NAME.cls) in {_few([str(f) for f in files])}"
+            )
         self.labels = np.array(labels)
         self.classes = _class_names(root, self.labels)
         _check_labels(self.labels, self.classes, str(root))
@@ -251,7 +257,9 @@ class TarShards(Source):
             if "image" not in sample:
                 continue
             if "label" not in sample:
-                raise ValueError(f"{key.lstrip('/')} in {self.files[i]} has no label: a member .cls or .json is missing")
+                raise ValueError(
+                    f"{key.lstrip('/')} in {self.files[i]} has no label: a member .cls or .json is missing"
+                )
             self.members.append(sample["image"])
             labels.append(sample["label"])
 
