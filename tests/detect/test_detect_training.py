@@ -63,7 +63,7 @@ def test_ten_steps_lower_the_loss_and_an_evaluation_runs(run):
 
 
 class KilledError(Exception):
-    pass
+    """Stands for the kill, between two steps."""
 
 
 def test_killed_and_gone_on_with_equals_never_stopped(data, tmp_path, monkeypatch):

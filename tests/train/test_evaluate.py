@@ -1,10 +1,12 @@
 """`sima eval`: its numbers are those of a plain computation; sizes and token_ref; the commands as a user types them."""
 
 import csv
+import json
 
 import pytest
 import timm
 import torch
+from safetensors.torch import save_file
 from small_runs import class_folders, small_recipe
 from typer.testing import CliRunner
 
@@ -146,3 +148,10 @@ def test_what_is_not_installed_is_named_first(monkeypatch):
     monkeypatch.setattr(cli.train, "find_spec", lambda name: None if name == "lightning" else name)
     with pytest.raises(ValueError, match=r"this needs lightning, .*pip install 'sima-attn\[train\]'"):
         sima("train")
+
+
+@pytest.mark.parametrize(("about", "instead"), [({"task": "dino"}, "sima knn"), ({"detector": {}}, "sima detect eval")])
+def test_a_run_of_another_kind_is_refused_with_the_command_for_it(about, instead, tmp_path):
+    save_file({"w": torch.zeros(1)}, tmp_path / "weights.safetensors", metadata={"about": json.dumps(about)})
+    with pytest.raises(ValueError, match=instead):
+        load_trained(tmp_path / "weights.safetensors")

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from sima_attn._devices import resolve_device
 from sima_attn.cli import bench
 from sima_attn.cli._shared import Seconds, console, print_table, progress_bar
 from sima_attn.cli.train import check_installed
@@ -94,7 +95,7 @@ def eval_command(
             split,
             batch=batch,
             workers=workers,
-            device=resolve(device),
+            device=resolve_device(device),
             say=progress.console.print,
             on_step=lambda done, total: progress.update(task, completed=done, total=total),
         )
@@ -122,7 +123,7 @@ def predict_command(
 
     photos = find_photos(photo)
     loaded = load_detector(weights, score_threshold=min(threshold, 0.05))
-    loaded.model.to(resolve(device))
+    loaded.model.to(resolve_device(device))
     with progress_bar() as progress:
         task = progress.add_task("photos", total=len(photos))
         told = predict_photos(
@@ -163,7 +164,7 @@ def bench_detect_command(
     from sima_attn.bench.detect import PIXELS, TWINS, bench_detect, detect_table
     from sima_attn.bench.rows import write_rows
 
-    device = resolve(device)
+    device = resolve_device(device)
     rows = []
     file = out or Path(f"benchmarks/results/detect_{device}.csv")
     with progress_bar() as progress:
@@ -174,16 +175,3 @@ def bench_detect_command(
             progress.update(task, advance=1, description=f"{measured[-1].model} {measured[-1].pixels} px")
     print_table(detect_table(rows), f"one image, {rows[0].precision}, {rows[0].device}")
     console.print(f"Rows: {file}", highlight=False)
-
-
-def resolve(device: str) -> str:
-    """auto: the GPU where there is one."""
-    import torch
-
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f"device must be auto, cpu or cuda, got {device!r}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda was asked for, but torch sees no GPU here; use --device cpu")
-    return device

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sima_attn._devices import resolve_device
 from sima_attn.cli._shared import console, print_table, progress_bar
 from sima_attn.cli.train import check_installed
 
@@ -115,7 +116,7 @@ def knn_command(
 
     if picture is not None or map_ is not None:
         check_can_plot()
-    device = _device(device)
+    device = resolve_device(device)
     backbone = load_backbone(model, branch=branch)
     taking = _Taking(model, backbone, data, size, cache, dtype, batch, workers, device)
     train, bank = taking(backbone.model, "train")
@@ -184,7 +185,7 @@ def linear_command(
         raise unknown_name("features", features, ("layers", "output"))
     if features == "output" and (layers is not None or not norm):
         raise ValueError("--layers and --no-norm are of --features layers; the output is what the model gives")
-    device = _device(device)
+    device = resolve_device(device)
     backbone = load_backbone(model, branch=branch)
     reader: nn.Module = LayerFeatures(backbone.model, layers, norm) if features == "layers" else backbone.model
     given: dict[str, Any] = {"epochs": epochs, "lr": lr, "batch": head_batch}
@@ -247,15 +248,3 @@ class _Taking:
 def _moving(bar: Any, what: str) -> Any:
     task = bar.add_task(what, total=None)
     return lambda done, total: bar.update(task, completed=done, total=total)
-
-
-def _device(device: str) -> str:
-    import torch
-
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f"device must be auto, cpu or cuda, got {device!r}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda was asked for, but torch sees no GPU here; use --device cpu")
-    return device

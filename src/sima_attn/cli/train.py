@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from sima_attn._devices import resolve_device
 from sima_attn.cli._shared import console, print_table
 
 app = typer.Typer()
@@ -80,14 +81,11 @@ def eval_command(
 ) -> None:
     """Top-1 and top-5 of a model on the val images, at any size, with and without token_ref."""
     check_installed()
-    import torch
-
     from sima_attn.bench.rows import write_rows
     from sima_attn.bench.tables import TextTable
     from sima_attn.train.evaluate import evaluate, load_trained
 
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = resolve_device(device)
     loaded = load_trained(model, ema=ema)
     if data is None and not loaded.data.path:
         raise ValueError(f"{model} is a registered model: say with --data which images to evaluate it on")

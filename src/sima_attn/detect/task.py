@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,24 +13,20 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from lightning.fabric import Fabric
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from sima_attn._files import written_whole
 from sima_attn.detect import recipes
 from sima_attn.detect.augment import Augment, Target
 from sima_attn.detect.coco import CocoData, CocoScores, check_pycocotools, coco_scores, open_coco, to_results
 from sima_attn.detect.predict import to_tensor
 from sima_attn.detect.recipes import DetectRecipe
 from sima_attn.detect.weights import build_detector
-from sima_attn.train.classify import cpu_threads, will_plot
-from sima_attn.train.curves import plot_learning_curve
 from sima_attn.train.data.loader import BrokenImages, Share, batch_indices, seed_everything, steps_per_epoch
-from sima_attn.train.engine import Finished, Settings, Task, fit, start_fabric
+from sima_attn.train.engine import Finished, Task
 from sima_attn.train.progress import RunProgress
 from sima_attn.train.recipes import to_dict
-from sima_attn.train.run import RunFolder
+from sima_attn.train.start import train_task
 
 MOST_BROKEN_IN_A_ROW = 100
 Key = tuple[int, int, int]  # epoch, position in the epoch, index
@@ -240,23 +235,18 @@ def train_detector(
     """Train by a recipe into a folder, or go on with the run in it; the metrics of the last evaluation come back."""
     recipes.check(recipe)
     check_pycocotools()
-    folder = RunFolder(Path(out))
-    fabric = start_fabric(device, recipe.run.precision)
-    with cpu_threads(recipe.run.threads), RunProgress(shown=fabric.is_global_zero and not quiet) as progress:
-        if fabric.is_global_zero:
-            folder.check(recipe, resume=resume)
-        plots = will_plot(progress)
-        task = Detection(recipe, fabric, progress)
-        if fabric.is_global_zero and not resume:
-            folder.write_recipe(recipe)  # after the data were opened: wrong ones leave no folder behind
-        fabric.barrier()
-        about = {"detector": to_dict(recipe), "classes": task.data.classes, "category_ids": task.data.category_ids}
-        finished = fit(task, Settings(recipe.optim, recipe.schedule, recipe.run), folder, fabric, progress, about=about)
-        if fabric.is_global_zero:
-            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in task.model.state_dict().items()}
-            with written_whole(folder.weights) as temporary:
-                save_file(tensors, temporary, metadata={"about": json.dumps(about)})
-            if plots:
-                plot_learning_curve(folder.path, folder.curve, f"{recipe.name}: Mask R-CNN on {recipe.model.name}")
-        fabric.barrier()
-    return finished
+    return train_task(
+        recipe,
+        out,
+        build=lambda fabric, progress: Detection(recipe, fabric, progress),
+        about=lambda task: {
+            "detector": to_dict(recipe),
+            "classes": task.data.classes,
+            "category_ids": task.data.category_ids,
+        },
+        weights=lambda task: task.model,
+        title=f"{recipe.name}: Mask R-CNN on {recipe.model.name}",
+        resume=resume,
+        device=device,
+        quiet=quiet,
+    )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,12 @@ import timm
 import torch
 import torch.nn.functional as F
 from lightning.fabric import Fabric
-from safetensors.torch import save_file
 from timm.data import Mixup
 from timm.layers import DropPath
 from torch import Tensor, nn
 
-from sima_attn._files import written_whole
-from sima_attn.bench.figures import check_can_plot
 from sima_attn.conversion import convert
 from sima_attn.train import recipes
-from sima_attn.train.curves import plot_learning_curve
 from sima_attn.train.data import open_data
 from sima_attn.train.data.augment import augment_batch, erase
 from sima_attn.train.data.cache import Cache, normalise
@@ -39,10 +34,10 @@ from sima_attn.train.data.loader import (
     training_batches,
 )
 from sima_attn.train.data.sources import check_same_classes
-from sima_attn.train.engine import Finished, Settings, Task, fit, start_fabric
+from sima_attn.train.engine import Finished, Task
 from sima_attn.train.progress import RunProgress
 from sima_attn.train.recipes import Recipe
-from sima_attn.train.run import RunFolder
+from sima_attn.train.start import train_task
 
 
 def build_model(settings: recipes.Model, num_classes: int) -> nn.Module:
@@ -209,51 +204,14 @@ def train_classifier(
 ) -> Finished:
     """Train by a recipe into a folder, or go on with the run in it; the metrics of the last evaluation come back."""
     recipes.check(recipe)
-    folder = RunFolder(Path(out))
-    fabric = start_fabric(device, recipe.run.precision)
-    with cpu_threads(recipe.run.threads), RunProgress(shown=fabric.is_global_zero and not quiet) as progress:
-        if fabric.is_global_zero:
-            folder.check(recipe, resume=resume)
-        plots = will_plot(progress)
-        task = Classification(recipe, fabric, progress)
-        if fabric.is_global_zero and not resume:
-            folder.write_recipe(recipe)  # after the data were opened: wrong ones leave no folder behind
-        fabric.barrier()
-        about = {"recipe": recipes.to_dict(recipe), "classes": task.classes}
-        settings = Settings(recipe.optim, recipe.schedule, recipe.run)
-        finished = fit(task, settings, folder, fabric, progress, about=about)
-        if fabric.is_global_zero:
-            _save_weights(folder, task, about)
-            if plots:
-                attention = recipe.model.attention or "its own"
-                title = f"{recipe.name}: {recipe.model.name}, {attention} attention"
-                plot_learning_curve(folder.path, folder.curve, title)
-        fabric.barrier()
-    return finished
-
-
-@contextlib.contextmanager
-def cpu_threads(count: int) -> Iterator[None]:
-    """Within it torch has so many CPU threads; 0 leaves its own choice."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def will_plot(progress: RunProgress) -> bool:
-    """Whether there will be a learning curve; said before the run, which does not depend on it."""
-    try:
-        check_can_plot()
-    except ValueError as error:
-        progress.say(f"there will be no learning curve: {error}")
-        return False
-    return True
-
-
-def _save_weights(folder: RunFolder, task: Classification, about: dict[str, Any]) -> None:
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in task.model.state_dict().items()}
-    with written_whole(folder.weights) as temporary:
-        save_file(tensors, temporary, metadata={"about": json.dumps(about)})
+    return train_task(
+        recipe,
+        out,
+        build=lambda fabric, progress: Classification(recipe, fabric, progress),
+        about=lambda task: {"recipe": recipes.to_dict(recipe), "classes": task.classes},
+        weights=lambda task: task.model,
+        title=f"{recipe.name}: {recipe.model.name}, {recipe.model.attention or 'its own'} attention",
+        resume=resume,
+        device=device,
+        quiet=quiet,
+    )

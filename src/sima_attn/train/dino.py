@@ -9,7 +9,6 @@ Shapes: B images, V views, G global views, C channels, K outputs of the head. Vi
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -20,16 +19,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from lightning.fabric import Fabric
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from sima_attn._files import written_whole
 from sima_attn.ops.eager import without_autocast
 from sima_attn.train import dino_recipes, recipes
-from sima_attn.train.classify import cpu_threads, will_plot
 from sima_attn.train.crops import CropImage, crop_batch, split_views
-from sima_attn.train.curves import plot_learning_curve
 from sima_attn.train.data import Source, open_data
 from sima_attn.train.data.cache import Cache, normalise
 from sima_attn.train.data.loader import (
@@ -45,11 +40,11 @@ from sima_attn.train.data.loader import (
 )
 from sima_attn.train.data.sources import check_same_classes
 from sima_attn.train.dino_recipes import DinoRecipe, Distill
-from sima_attn.train.engine import Finished, Settings, Task, fit, start_fabric
+from sima_attn.train.engine import Finished, Task
 from sima_attn.train.features import Subset, build_backbone
 from sima_attn.train.knn import knn_accuracy
 from sima_attn.train.progress import RunProgress
-from sima_attn.train.run import RunFolder
+from sima_attn.train.start import train_task
 
 COLLAPSED = 1e-4  # nats; a teacher at its random start tells more of an image than that
 LOOKED_AFTER = 10  # steps between two looks for a collapse: each waits for the device
@@ -429,31 +424,14 @@ def train_dino(
     `weights.safetensors` in the folder is the teacher's backbone, which is what DINO is for.
     """
     dino_recipes.check(recipe)
-    folder = RunFolder(Path(out))
-    fabric = start_fabric(device, recipe.run.precision)
-    with cpu_threads(recipe.run.threads), RunProgress(shown=fabric.is_global_zero and not quiet) as progress:
-        if fabric.is_global_zero:
-            folder.check(recipe, resume=resume)
-        plots = will_plot(progress)
-        task = Dino(recipe, fabric, progress)
-        if fabric.is_global_zero and not resume:
-            folder.write_recipe(recipe)  # after the data were opened: wrong ones leave no folder behind
-        fabric.barrier()
-        about = {"task": "dino", "recipe": recipes.to_dict(recipe), "classes": task.classes}
-        settings = Settings(recipe.optim, recipe.schedule, recipe.run)
-        finished = fit(task, settings, folder, fabric, progress, about=about)
-        if fabric.is_global_zero:
-            _save_teacher(folder, task.teacher.backbone, about)
-            if plots:
-                attention = recipe.model.attention or "its own"
-                plot_learning_curve(
-                    folder.path, folder.curve, f"DINO {recipe.name}: {recipe.model.name}, {attention} attention"
-                )
-        fabric.barrier()
-    return finished
-
-
-def _save_teacher(folder: RunFolder, backbone: nn.Module, about: dict[str, Any]) -> None:
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in backbone.state_dict().items()}
-    with written_whole(folder.weights) as temporary:
-        save_file(tensors, temporary, metadata={"about": json.dumps(about)})
+    return train_task(
+        recipe,
+        out,
+        build=lambda fabric, progress: Dino(recipe, fabric, progress),
+        about=lambda task: {"task": "dino", "recipe": recipes.to_dict(recipe), "classes": task.classes},
+        weights=lambda task: task.teacher.backbone,
+        title=f"DINO {recipe.name}: {recipe.model.name}, {recipe.model.attention or 'its own'} attention",
+        resume=resume,
+        device=device,
+        quiet=quiet,
+    )

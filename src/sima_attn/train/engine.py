@@ -22,6 +22,7 @@ from timm.scheduler import create_scheduler_v2
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
+from sima_attn._devices import resolve_device
 from sima_attn.train.checkpoint import load_newest, save_checkpoint
 from sima_attn.train.data.loader import seed_everything
 from sima_attn.train.logs import CsvLog, TensorBoard
@@ -106,12 +107,7 @@ class Settings:
 
 def start_fabric(device: str, precision: str) -> Fabric:
     """Fabric on "auto", "cpu" or "cuda"; under torchrun, one process of all that torchrun started."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f"device must be auto, cpu or cuda, got {device!r}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda was asked for, but torch sees no GPU here; use --device cpu")
+    device = resolve_device(device)
     if precision == "fp16" and device == "cpu":
         raise ValueError("fp16 training needs a GPU; use --precision bf16 or fp32 on the CPU")
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

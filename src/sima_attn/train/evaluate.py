@@ -116,10 +116,10 @@ def load_trained(what: str | Path, *, ema: bool = False, num_classes: int | None
 
 
 def _loaded(about: dict[str, Any], weights: dict[str, Tensor]) -> Loaded:
-    if "classes" not in about:
-        raise ValueError(
-            "this run has no classes to be right about, as those of `sima dino`; use `sima knn` or `linear`"
-        )
+    if about.get("task") == "dino":
+        raise ValueError("a run of `sima dino` has features and no classes; `sima knn` and `sima linear` measure them")
+    if "detector" in about:
+        raise ValueError("this is a run of `sima detect train`; `sima detect eval` measures it")
     recipe = recipes.from_dict(recipes.Recipe, about["recipe"])
     model = build_model(recipe.model, len(about["classes"]))
     model.load_state_dict(weights)
