@@ -1,5 +1,5 @@
 # Two commands for a newcomer: `make demo` and `make test`. Each sets up all it needs by itself.
-.PHONY: help demo test lint format bench-cpu clean
+.PHONY: help demo test lint format docs bench-cpu clean
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
@@ -24,6 +24,11 @@ lint: $(READY) ## ruff and mypy
 format: $(READY) ## let ruff fix and format
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
+
+docs: $(READY) ## the documentation as web pages -> site/index.html, every link checked
+	$(UV) pip install --quiet --python .venv/bin/python --group docs
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
+	@echo "site/index.html; to search in it, serve it: .venv/bin/python -m http.server --directory site"
 
 bench-cpu: $(READY) ## CPU speed against softmax -> benchmarks/results/cpu.csv (about 3 minutes)
 	.venv/bin/sima bench cpu

@@ -1,14 +1,23 @@
 """The command line as a user types it."""
 
+import json
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 
 import pytest
+import torch
+import typer
+from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 from sima_attn import __version__, cli
 from sima_attn.bench import demo
 from sima_attn.bench.figures import check_can_plot
+from sima_attn.cli import doctor
+from sima_attn.ops import api
 
 runner = CliRunner()
 
@@ -24,6 +33,16 @@ def test_help_names_every_command_and_version_prints_it():
     assert "bench" in sima("--help")
     assert "cpu" in sima("bench", "--help")
     assert sima("--version").strip() == f"sima-attn {__version__}"
+
+
+def test_without_arguments_it_shows_every_command_under_a_theme():
+    output = sima()
+    group = typer.main.get_command(cli.app)
+    placed = [name for names in cli.THEMES.values() for name in names]
+    assert sorted(placed) == sorted(group.commands)
+    assert [name for name in (*cli.THEMES, *placed) if name not in output] == []
+    assert " Commands " not in output  # the panel for what has no theme
+    assert output.index("demo") < output.index("Train") < output.index("bench")
 
 
 def test_help_needs_neither_torch_nor_matplotlib():
@@ -86,3 +105,106 @@ def test_a_missing_matplotlib_is_named_before_the_run(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ValueError, match=r"pip install 'sima-attn\[plots\]'"):
         check_can_plot()
+
+
+def test_doctor_says_what_is_here_and_that_it_works():
+    output = sima("doctor")
+    assert f"sima-attn {__version__}" in output
+    assert f"torch {torch.__version__.split('+')[0]}" in output
+    assert "All that is here works." in output
+
+
+def test_doctor_in_json_holds_what_a_bug_report_needs(monkeypatch):
+    monkeypatch.setenv("HOME", str(Path(torch.__file__).parents[1]))  # a home folder that would show in a message
+    findings = json.loads(sima("doctor", "--json"))
+    assert findings.keys() >= {
+        "sima_attn",
+        "python",
+        "cpu",
+        "cuda",
+        "gpus",
+        "packages",
+        "checks",
+        "weights",
+        "problems",
+    }
+    assert {
+        "torch",
+        "triton",
+        "timm",
+        "torchvision",
+        "lightning",
+        "transformers",
+        "onnx",
+        "onnxruntime",
+        "openvino",
+    } <= {package["name"] for package in findings["packages"]}
+    eager = {
+        check["dtype"]: check for check in findings["checks"] if (check["device"], check["backend"]) == ("cpu", "eager")
+    }
+    assert eager.keys() == doctor.LARGEST_ERROR.keys()
+    assert 0 < eager["float32"]["error"] < 1e-5
+    assert 0 < eager["float32"]["gradient_error"] < 1e-5
+    assert findings["problems"] == []
+
+
+@pytest.mark.parametrize("wrong", [lambda o: o * 1.001, lambda o: o * float("nan")])
+def test_a_backend_that_computes_something_else_is_found(monkeypatch, wrong):
+    right = api.BACKENDS["eager"]
+    monkeypatch.setitem(api.BACKENDS, "eager", lambda *args, **options: wrong(right(*args, **options)))
+    assert "eager on cpu, float32: off by" in sima("doctor", code=1)
+    assert json.loads(sima("doctor", "--json", code=1))["problems"]
+
+
+def test_a_backend_with_wrong_gradients_is_found(monkeypatch):
+    right = api.BACKENDS["eager"]
+    monkeypatch.setitem(api.BACKENDS, "eager", lambda q, k, v, **options: right(q.detach() + 0 * q, k, v, **options))
+    assert "eager on cpu, float32: off by" in sima("doctor", code=1)
+
+
+def test_a_backend_that_crashes_is_found_and_its_message_does_not_tell_where_home_is(monkeypatch):
+    def broken(*args, **options):
+        raise RuntimeError(f"no compiler in {Path.home() / 'bin'}\nand more")
+
+    monkeypatch.setitem(api.BACKENDS, "eager", broken)
+    output = sima("doctor", "--json", code=1)
+    problems = json.loads(output)["problems"]
+    assert f"eager on cpu, float32: RuntimeError: no compiler in {Path('~/bin')}" in problems
+    assert str(Path.home()) not in output
+
+
+def test_a_missing_extra_is_named_with_its_command_and_a_wrong_version_is_a_problem(monkeypatch):
+    import importlib.metadata as metadata
+
+    def version(name, real=metadata.version):
+        if name == "openvino":
+            raise PackageNotFoundError(name)
+        return "0.9" if name == "timm" else real(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    found = {package.name: package for package in doctor.installed_packages()}
+    assert found["openvino"].verdict == "missing"
+    assert found["openvino"].source == "pip install -U 'sima-attn[openvino]'"
+    assert found["timm"].verdict == "wrong version"
+    output = sima("doctor", code=1)
+    assert "Problem: timm 0.9, but sima-attn needs timm" in output
+    assert "openvino missing" in output
+
+
+def test_the_doctor_knows_every_extra_also_where_nothing_is_installed(monkeypatch):
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert doctor.PURPOSES.keys() - {"", "cuda"} == project["optional-dependencies"].keys()
+
+    def not_installed(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.requires", not_installed)
+    declared = doctor.declared_requirements()
+    assert ("", next(text for text in project["dependencies"] if Requirement(text).name == "torch")) in declared
+    assert {extra for extra, _ in declared} == {"", *project["optional-dependencies"]}
+
+
+def test_the_doctor_names_weights_that_cannot_be_read(monkeypatch, tmp_path):
+    monkeypatch.setattr("sima_attn.models.pretrained.WEIGHTS", tmp_path)
+    (tmp_path / "sima_broken.safetensors").write_bytes(b"nothing")
+    assert "the weights of sima_broken cannot be read" in sima("doctor", code=1)

@@ -1,41 +1,240 @@
-"""What the README and the docs say is true: their code runs, their files exist."""
+"""What the README and the docs say is true: their code runs, their links and files exist, their tables are the rows."""
 
+import importlib
+import importlib.util
+import inspect
+import os
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import typer
+
+from sima_attn import cli
 
 REPOSITORY = Path(__file__).parents[1]
-PAGES = sorted([REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *(REPOSITORY / "docs").glob("*.md")])
+DOCS = REPOSITORY / "docs"
+RESULTS = REPOSITORY / "benchmarks" / "results"
+PAGES = sorted([REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *DOCS.glob("*.md")])
+MUST_SHOW_CODE = {"README", "index", "start", "idea", "operator", "attentions", "add-an-attention", "convert", "faq"}
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_code_runs(page):
+@every_page
+def test_code_runs(page, tmp_path, monkeypatch):
     blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    monkeypatch.chdir(tmp_path)  # what an example writes does not stay
     names: dict = {}
     for block in blocks:
         exec(compile(block, str(page), "exec"), names)
-    if page.name in ("README.md", "operator.md", "attentions.md"):
+    if page.stem in MUST_SHOW_CODE:
         assert blocks
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def without_code(text: str) -> str:
+    """Markdown without its code: what looks like a link there is none."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"`[^`\n]*`|^    .*$", "", text, flags=re.MULTILINE)
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors that git hosts and mkdocs give the headings of a page."""
+    texts = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", text.lower()).strip()) for text in texts}
+
+
+def dead_links(page: Path) -> list[str]:
+    """Links and images of a page that lead nowhere: no such file, or no such heading in it."""
+    dead = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text())):
+        if re.match(r"[a-z]+:", link):
+            continue  # another host
+        path, _, wanted = link.partition("#")
+        target = page.parent / path if path else page
+        if not target.exists() or (wanted and wanted not in headings(target)):
+            dead.append(link)
+    return dead
+
+
+@every_page
 def test_links_lead_somewhere(page):
-    links = re.findall(r"\]\(([^)#:]+)\)", page.read_text())
-    assert [link for link in links if not (page.parent / link).exists()] == []
+    assert dead_links(page) == []
+
+
+@every_page
+def test_docs_link_to_no_page_that_the_site_does_not_have(page):
+    if page.parent == DOCS:
+        assert re.findall(r"\]\(\.\./[^)]*\)", page.read_text()) == []
+
+
+def test_a_dead_link_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    (tmp_path / "other.md").write_text("# Of `q`, k, v\n")
+    page.write_text(
+        "# Here\n[a](other.md) [b](other.md#of-q-k-v) [c](#here) `[d](x.md)` [e](https://example.org)\n"
+        "```\n[f](y.md)\n```\n    [g](z.md)\n"
+    )
+    assert dead_links(page) == []
+    page.write_text("# Here\n[a](gone.md#x) ![b](images/gone.png) [c](other.md#gone) [d](#gone)\n")
+    assert dead_links(page) == ["gone.md#x", "images/gone.png", "other.md#gone", "#gone"]
+
+
+def commands_of(page: Path) -> list[list[str]]:
+    """The `sima` commands that a page shows, as lists of words."""
+    text = re.sub(r"^```python\n.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    shown = re.findall(r"`((?:sima|torchrun) [^`\n]+)`|^ *(?:\$ )?((?:sima|torchrun) .+)$", text, re.MULTILINE)
+    commands = []
+    for line in (inline or block for inline, block in shown):
+        words = shlex.split(line, comments=True)
+        if words[0] == "torchrun" and "sima_attn.cli" in words:
+            words = words[words.index("sima_attn.cli") :]
+        if words[0] != "torchrun":
+            commands.append(words[1:])
+    return commands
+
+
+def what_is_wrong(words: list[str]) -> str | None:
+    """What the command line does not know in a command; None where it knows everything."""
+    command = typer.main.get_command(cli.app)
+    rest = list(words)
+    while rest and hasattr(command, "commands") and not rest[0].startswith("-"):
+        if rest[0].isupper():
+            return None  # `sima COMMAND --help`
+        if rest[0] not in command.commands:
+            return f"there is no command {rest[0]}"
+        command = command.commands[rest.pop(0)]
+    known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)} | {"--help"}
+    unknown = [word for word in rest if re.fullmatch(r"-[a-z]|--[a-z-]+", word) and word not in known]
+    return f"{' '.join(words)}: no option {unknown[0]}" if unknown else None
+
+
+@every_page
+def test_the_commands_of_a_page_exist_with_their_options(page):
+    assert [wrong for words in commands_of(page) if (wrong := what_is_wrong(words))] == []
+
+
+def test_a_command_that_does_not_exist_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "Run `sima dmo` or\n```bash\nsima train --recpe x  # no\n```\n    $ sima bench cpu --threads 1\n"
+        "torchrun --nproc-per-node=8 -m sima_attn.cli detect train --recipe coco\n"
+    )
+    commands = commands_of(page)
+    assert commands[-1] == ["detect", "train", "--recipe", "coco"]
+    assert [what_is_wrong(words) for words in commands] == [
+        "there is no command dmo",
+        "train --recpe x: no option --recpe",
+        None,
+        None,
+    ]
 
 
 def test_every_attention_is_in_its_table():
     from sima_attn.nn import ATTENTIONS
 
-    rows = re.findall(
-        r"^\| `(\w+)` \|.*\| (\S+) \| [^|]+ \|$", (REPOSITORY / "docs" / "attentions.md").read_text(), re.M
-    )
+    rows = re.findall(r"^\| `(\w+)` \|.*\| (\S+) \| [^|]+ \|$", (DOCS / "attentions.md").read_text(), re.M)
     assert dict(rows) == {name: cls.exps_in_paper or "-" for name, cls in ATTENTIONS.items()}
 
 
-def test_every_make_target_of_the_readme_exists():
+def test_every_make_target_that_is_named_exists():
     makefile = (REPOSITORY / "Makefile").read_text()
-    targets = set(re.findall(r"make ([a-z-]+)", (REPOSITORY / "README.md").read_text()))
-    assert {"demo", "test"} <= targets
-    assert [target for target in targets if f"\n{target}:" not in makefile] == []
+    named = {target for page in PAGES for target in re.findall(r"(?:`|^ *)make ([a-z-]+)", page.read_text(), re.M)}
+    assert {"demo", "test", "docs"} <= named
+    assert [target for target in named if f"\n{target}:" not in makefile] == []
+
+
+def test_every_file_of_rows_is_on_the_page_of_benchmarks():
+    page = (DOCS / "benchmarks.md").read_text()
+    missing = [path.name for path in RESULTS.rglob("*.csv") if f"`{path.relative_to(RESULTS)}`" not in page]
+    assert missing == [], "say in docs/benchmarks.md what made these rows and how to make them again"
+
+
+def tables_of_rows() -> dict[str, str]:
+    """File of rows -> the table that the page of benchmarks has of it."""
+    from sima_attn.bench.cpu import CpuRow
+    from sima_attn.bench.demo import COUNTED_TOKENS, DemoRow, TwinRow, twins_table
+    from sima_attn.bench.rows import read_rows
+    from sima_attn.bench.tables import cpu_table, demo_table
+    from sima_attn.export.table_1 import ModelRow, table_1
+
+    tables = {
+        "cpu.csv": cpu_table(read_rows(RESULTS / "cpu.csv", CpuRow), 1),
+        "demo.csv": demo_table(read_rows(RESULTS / "demo.csv", DemoRow), COUNTED_TOKENS),
+        "demo_twins.csv": twins_table(read_rows(RESULTS / "demo_twins.csv", TwinRow)),
+        "table_1.csv": table_1(read_rows(RESULTS / "table_1.csv", ModelRow)),
+    }
+    return {name: table.markdown() for name, table in tables.items()}
+
+
+def test_the_tables_of_benchmarks_are_the_rows():
+    page = (DOCS / "benchmarks.md").read_text()
+    for name, table in tables_of_rows().items():
+        assert table in page, f"docs/benchmarks.md has another table of {name} than\n{table}"
+
+
+def test_every_public_name_is_in_the_reference_and_exists():
+    names = set(re.findall(r"^\| `(sima_attn\.[\w.]+)` \|", (DOCS / "api.md").read_text(), re.MULTILINE))
+    there = {name for name in names if hasattr(importlib.import_module(name.rpartition(".")[0]), name.split(".")[-1])}
+    assert names - there == set()
+    short = {name.split(".")[-1] for name in names}
+    for package in ("", ".ops", ".nn", ".conversion", ".models", ".explain", ".export"):
+        public = importlib.import_module(f"sima_attn{package}")
+        missing = {
+            name
+            for name in public.__all__
+            if name not in short and name != "__version__" and not inspect.ismodule(getattr(public, name))
+        }
+        assert missing == set(), package
+
+
+def site_module():
+    """docs/site.py, which mkdocs runs and which is no part of a package."""
+    spec = importlib.util.spec_from_file_location("docs_site", DOCS / "site.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_page_is_in_the_navigation():
+    listed = re.findall(r"[\w-]+\.md", (REPOSITORY / "mkdocs.yml").read_text())
+    assert sorted(listed) == sorted(page.name for page in DOCS.glob("*.md"))
+
+
+def test_the_reference_follows_its_tables():
+    markdown = "# API\n\n| name | gives |\n| --- | --- |\n| `a.b` | c |\n\nMore.\n"
+    assert site_module().with_reference(markdown) == markdown.replace("c |\n", "c |\n\n::: a.b\n")
+
+
+def test_what_a_page_would_fetch_from_another_host_is_found(tmp_path):
+    (tmp_path / "page.html").write_text(
+        '<a href="https://example.org">a link that one clicks</a><script src="assets/own.js"></script>'
+        '<script src="https://example.org/x.js"></script><link rel="stylesheet" href="//example.org/x.css">'
+        '<img src="x.png" srcset="own.png 1x, HTTPS://example.org/y.png 2x"><pre class="mermaid">a</pre>'
+    )
+    (tmp_path / "own.css").write_text("a { background: url(own.png) } @import 'http://example.org/z.css';")
+    assert site_module().outside_requests(tmp_path) == [
+        "page.html: https://example.org/x.js",
+        "page.html: //example.org/x.css",
+        "page.html: HTTPS://example.org/y.png 2x",
+        "page.html: a mermaid diagram",
+        "own.css: http://example.org/z.css",
+    ]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mkdocstrings") is None, reason="needs what `make docs` installs")
+def test_the_site_builds_without_a_warning(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")],
+        cwd=REPOSITORY,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    reference = (tmp_path / "site" / "api.html").read_text()
+    assert "token_ref" in reference
+    assert "undoes its shrinking as 1/N" in reference  # from the docstring of sima_attention

@@ -62,6 +62,17 @@ def test_ten_steps_lower_the_loss_and_an_evaluation_runs(run):
     assert not loaded.model.training
 
 
+def test_mixed_precision_trains_and_leaves_the_boxes_as_they_are(data, tmp_path):
+    """bfloat16 has 8 bits: rounded to it, the corners of boxes would move by pixels."""
+    recipe = small_recipe(data, epochs=1, run={"precision": "bf16", "batch": 4}, model={"drop_path": 0.0})
+    finished = train_detector(recipe, tmp_path / "half", device="cpu", quiet=True)
+    whole = replace(recipe, run=replace(recipe.run, precision="fp32"))
+    train_detector(whole, tmp_path / "whole", device="cpu", quiet=True)
+    half, full = (read_log(tmp_path / name / "train.csv")[0] for name in ("half", "whole"))
+    assert finished.steps == 1
+    assert float(half["loss_rpn_box_reg"]) == pytest.approx(float(full["loss_rpn_box_reg"]), rel=0.05)
+
+
 class KilledError(Exception):
     """Stands for the kill, between two steps."""
 

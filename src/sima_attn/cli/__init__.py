@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
+from typer.core import TyperGroup
 
 from sima_attn._version import __version__
 from sima_attn.cli import (
@@ -14,6 +15,7 @@ from sima_attn.cli import (
     classify,
     demo,
     detect,
+    doctor,
     explain,
     export,
     models,
@@ -24,10 +26,37 @@ from sima_attn.cli import (
 )
 from sima_attn.cli._shared import console
 
+# What `sima` shows, in this order. A test holds that every command has its place.
+THEMES = {
+    "Try it": ("demo", "classify", "serve", "doctor"),
+    "Train": ("train", "eval", "recipes", "dino", "knn", "linear", "detect"),
+    "Look": ("heatmap", "explain", "audit", "models"),
+    "Ship": ("export", "quantize", "ship"),
+    "Measure": ("bench", "reproduce"),
+}
+
+
+class ByTheme(TyperGroup):
+    """The commands under the headings of `THEMES`."""
+
+    def list_commands(self, ctx):  # noqa: D102
+        placed = [name for names in THEMES.values() for name in names if name in self.commands]
+        return [*placed, *(name for name in self.commands if name not in placed)]
+
+    def get_command(self, ctx, cmd_name):  # noqa: D102
+        command = super().get_command(ctx, cmd_name)
+        if command is not None:
+            theme = next((theme for theme, names in THEMES.items() if cmd_name in names), None)
+            command.rich_help_panel = theme  # type: ignore[attr-defined]
+        return command
+
+
 app = typer.Typer(
     name="sima",
+    cls=ByTheme,
     help="Vision transformers without a single exp().",
-    no_args_is_help=True,
+    epilog="`sima COMMAND --help` tells what a command takes; `sima demo` is the place to start.",
+    invoke_without_command=True,
     add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -45,6 +74,7 @@ app.add_typer(detect.app, name="detect")
 app.add_typer(export.app)
 bench.app.add_typer(bench_edge.app)
 app.add_typer(bench.app, name="bench")
+app.add_typer(doctor.app)
 
 
 def _show_version(wanted: bool) -> None:
@@ -55,11 +85,14 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print it.")
     ] = False,
 ) -> None:
     """Vision transformers without a single exp()."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help(), nl=False)
 
 
 def main() -> None:

@@ -23,6 +23,14 @@ def serve_command(
     ),
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8000,
     samples: Annotated[Path | None, typer.Option(help="Folder of photos to offer beside your own.")] = None,
+    onnx: Annotated[
+        Path | None,
+        typer.Option(help="A file of `sima export`, to be run in the browser itself.", show_default=False),
+    ] = None,
+    onnxruntime_web: Annotated[
+        Path | None,
+        typer.Option(help="Folder of onnxruntime-web, for the same.", show_default=".tools/web, of `make browser`"),
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     queue: Annotated[int, typer.Option(help="Requests that may wait; more are turned away.", min=0)] = 16,
     timeout: Annotated[float, typer.Option(help="Seconds a request may take.", min=1.0)] = 60.0,
@@ -41,8 +49,10 @@ def serve_command(
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         subject = load_subject(model, device=device)
+    err.print(f"{escape(subject.name)}, {subject.size} px, {device}", highlight=False)
     if not subject.trained:
         err.print(f"[yellow]note:[/yellow] {escape(subject.name)} {UNTRAINED}", highlight=False)
     if host not in ("127.0.0.1", "::1", "localhost"):
         err.print(f"[yellow]note:[/yellow] {escape(host)} can be reached from other machines", highlight=False)
-    serve(subject, host=host, port=port, samples=samples, limits=Limits(queue=queue, seconds=timeout))
+    limits = Limits(queue=queue, seconds=timeout)
+    serve(subject, host=host, port=port, samples=samples, limits=limits, onnx=onnx, onnxruntime_web=onnxruntime_web)

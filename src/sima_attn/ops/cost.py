@@ -64,7 +64,7 @@ def product_macs(order: str, N: int, M: int, D: int, Dv: int) -> int:
 
 
 def choose_order(N: int, M: int, D: int, Dv: int) -> str:
-    """The cheaper order of Q K^T V: "qk" where N*M*(D + Dv) < D*Dv*(N + M), else "kv".
+    """The cheaper order of Q K^T V: "qk" where N * M * (D + Dv) < D * Dv * (N + M), else "kv".
 
     For self-attention with Dv = D this is the paper's rule: "qk" where N < D.
     """

@@ -13,22 +13,24 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import FileResponse, JSONResponse
 from starlette.exceptions import HTTPException
 
 from sima_attn._version import __version__
 from sima_attn.explain.subject import Subject
+from sima_attn.serve.in_browser import BrowserModel, InBrowser
 from sima_attn.serve.limits import Gate, Limits, Refusal
 from sima_attn.serve.looking import Analysis, Effect, Looker, ModelFacts, Times
 from sima_attn.serve.photos import decode, find_samples, thumbnail
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
+# No inline script or style, nothing from elsewhere.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 HEADERS = {
-    # No inline script or style, nothing from elsewhere.
-    "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    ),
+    "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
     "Referrer-Policy": "no-referrer",
@@ -41,7 +43,12 @@ PAGE = {
     "/": ("index.html", "text/html"),
     "/page.css": ("page.css", "text/css"),
     "/page.js": ("page.js", "text/javascript"),
+    "/parts.js": ("parts.js", "text/javascript"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+    "/browser": ("browser.html", "text/html"),
+    "/browser.js": ("browser.js", "text/javascript"),
 }
+MAY_COMPILE = {"/browser": {"Content-Security-Policy": POLICY.replace("'self'", "'self' 'wasm-unsafe-eval'", 1)}}
 PHOTO_BODY: dict[str, Any] = {
     "requestBody": {
         "required": True,
@@ -70,6 +77,7 @@ def create_app(
     samples: Path | None = None,
     limits: Limits | None = None,
     hosts: tuple[str, ...] | None = LOCAL,
+    in_browser: InBrowser | None = None,
 ) -> FastAPI:
     """The application. `hosts` are the names it answers to, None for any: a page elsewhere cannot pose as ours."""
     limits = limits or Limits()
@@ -77,6 +85,7 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        gate.open()
         yield
         await asyncio.to_thread(gate.close)
 
@@ -91,6 +100,7 @@ def create_app(
     _answer_errors(app, hosts)
     _add_page(app)
     _add_samples(app, offered, limits, gate)
+    _add_browser(app, in_browser or InBrowser())
 
     async def on_photo(request: Request, look: Callable[[Any], Any]) -> Any:
         """Admit the request, read its photo and look at it; whoever finds the house full is told before uploading."""
@@ -162,6 +172,20 @@ def _add_samples(app: FastAPI, offered: Mapping[str, Path], limits: Limits, gate
         return Response(content, media_type="image/jpeg")
 
 
+def _add_browser(app: FastAPI, in_browser: InBrowser) -> None:
+    @app.get("/api/browser", responses={404: {"description": "Nothing to run in the browser", "content": ERROR}})
+    async def browser() -> BrowserModel:
+        """The model that the page `browser` runs by itself."""
+        return in_browser.facts()
+
+    @app.get("/browser/{name}", include_in_schema=False)
+    async def browser_file(name: str) -> FileResponse:
+        if name not in in_browser.files:
+            raise Refusal(404, "there is no such file")
+        path, kind = in_browser.files[name]
+        return FileResponse(path, media_type=kind)
+
+
 async def _body(request: Request, limits: Limits) -> bytes:
     """The body, never more of it in memory than is allowed."""
     too_large = Refusal(413, f"the photo is larger than the {limits.bytes / 2**20:g} MiB that are allowed")
@@ -198,7 +222,7 @@ def _answer_errors(app: FastAPI, hosts: tuple[str, ...] | None) -> None:
         except Exception:
             log.exception("%s failed", request.url.path)  # the log, not the visitor, gets the trace
             return answer(500, "something went wrong here; the server's log says what")
-        response.headers.update(HEADERS)
+        response.headers.update(HEADERS | MAY_COMPILE.get(request.url.path, {}))
         return response
 
     @app.exception_handler(Refusal)

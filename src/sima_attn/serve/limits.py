@@ -46,6 +46,10 @@ class Gate:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.inside = 0  # being uploaded, waiting or running
+        self.open()
+
+    def open(self) -> None:
+        """Ready for work, again after a `close` too; threads start with the first work."""
         self._model = ThreadPoolExecutor(1, thread_name_prefix="model")
         self._decoders = ThreadPoolExecutor(DECODERS, thread_name_prefix="decode")
 

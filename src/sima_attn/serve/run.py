@@ -21,13 +21,25 @@ def check_installed() -> None:
         raise ValueError(f"the page needs {', '.join(missing)}, not installed here: pip install 'sima-attn[serve]'")
 
 
-def serve(subject: Subject, *, host: str, port: int, samples: Path | None, limits: Limits) -> None:
+def serve(
+    subject: Subject,
+    *,
+    host: str,
+    port: int,
+    samples: Path | None,
+    limits: Limits,
+    onnx: Path | None = None,
+    onnxruntime_web: Path | None = None,
+) -> None:
     """Serve until Ctrl-C or SIGTERM; what runs then is finished first."""
     import uvicorn
 
     from sima_attn.serve.app import LOCAL, create_app
+    from sima_attn.serve.in_browser import InBrowser
 
-    app = create_app(subject, samples=samples, limits=limits, hosts=LOCAL if host in LOCAL else None)
+    hosts = LOCAL if host in LOCAL else None
+    in_browser = InBrowser(onnx, onnxruntime_web)
+    app = create_app(subject, samples=samples, limits=limits, hosts=hosts, in_browser=in_browser)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

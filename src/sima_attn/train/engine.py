@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.plugins.precision import MixedPrecision, Precision
 from timm.optim import create_optimizer_v2, param_groups_weight_decay
 from timm.scheduler import create_scheduler_v2
 from timm.utils import ModelEmaV3
@@ -30,7 +31,7 @@ from sima_attn.train.progress import RunProgress
 from sima_attn.train.recipes import Optim, Run, Schedule, StepSchedule
 from sima_attn.train.run import RunFolder
 
-PRECISION = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+MIXED: dict[str, Any] = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
 _STEP_STREAM = 1  # keeps the seeds of steps apart from those of samples, which start with the bare seed
 
 
@@ -87,6 +88,17 @@ class NonFiniteError(ValueError):
         self.step = step
 
 
+class Autocast(MixedPrecision):
+    """Mixed precision by autocast alone: the inputs stay as they are.
+
+    Fabric would round every number of a batch, the corners of boxes among them.
+    """
+
+    def convert_input(self, data: Any) -> Any:
+        """The data themselves."""
+        return data
+
+
 class Finished(NamedTuple):
     """What a run comes to: the metrics of its last evaluation, its average weights if it kept any, its steps."""
 
@@ -110,6 +122,8 @@ def start_fabric(device: str, precision: str) -> Fabric:
     device = resolve_device(device)
     if precision == "fp16" and device == "cpu":
         raise ValueError("fp16 training needs a GPU; use --precision bf16 or fp32 on the CPU")
+    if device == "cuda" and precision in MIXED:
+        torch.set_float32_matmul_precision("high")  # what autocast leaves in float32 needs no more than that
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     world = int(os.environ.get("WORLD_SIZE", "1"))
     fabric = Fabric(
@@ -117,7 +131,7 @@ def start_fabric(device: str, precision: str) -> Fabric:
         devices=local,
         num_nodes=max(1, world // local),
         strategy="ddp" if world > 1 else "auto",
-        precision=PRECISION[precision],  # type: ignore[arg-type]
+        plugins=Autocast(MIXED[precision], device) if precision in MIXED else Precision(),
     )
     fabric.launch()
     return fabric

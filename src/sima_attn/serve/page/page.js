@@ -1,30 +1,12 @@
-"use strict";
+// A photo, looked into: guesses, maps of every layer, what one patch takes, and what it all costs.
+import { $, ask, bar, fit, percent, say, showFacts, showGuesses, takePhotos, text } from "./parts.js";
 
-// Colours at equal steps, as in the pictures that the command line draws.
+// Colours at equal steps, as in the pictures that the command line draws and in the legend of page.css.
 const HEAT = [[20, 24, 110], [20, 110, 220], [60, 200, 170], [250, 220, 60], [230, 40, 30]];
 const EFFECT = [[20, 60, 200], [245, 245, 245], [210, 30, 30]];
-const WIDEST = 1024;
 
-const $ = (id) => document.getElementById(id);
 const view = $("view");
 const state = { photo: null, bitmap: null, analysis: null, effect: null, cursor: null, asked: 0 };
-
-function say(text, wrong = false) {
-  $("status").textContent = text;
-  $("status").classList.toggle("error", wrong);
-}
-
-async function ask(path, options) {
-  let response;
-  try {
-    response = await fetch(path, options);
-  } catch {
-    throw new Error("the server does not answer");
-  }
-  const answer = await response.json().catch(() => ({ detail: `the server answered ${response.status}` }));
-  if (!response.ok) throw new Error(answer.detail);
-  return answer;
-}
 
 function askAbout(photo, path, values = {}) {
   const query = new URLSearchParams(values);
@@ -64,15 +46,19 @@ function draw() {
   const opacity = Number($("opacity").value) / 100;
   const context = view.getContext("2d");
   const showsEffect = part() === "effect" && state.effect !== null;
+  context.imageSmoothingQuality = "high";
+  context.fillStyle = "#fff";  // what the model sees behind a transparent photo
+  context.fillRect(0, 0, view.width, view.height);
   context.filter = showsEffect ? "grayscale(1)" : "none";
   context.drawImage(state.bitmap, 0, 0, view.width, view.height);
   context.filter = "none";
-  context.imageSmoothingEnabled = true;
-  context.imageSmoothingQuality = "high";
   const small = showsEffect
     ? paintGrid(state.effect.values, (v) => [...colour((v + 1) / 2, EFFECT), 255 * opacity * Math.sqrt(Math.abs(v))])
     : paintGrid(maps()[part() === "k" ? "k" : "q"], (v) => [...colour(v, HEAT), 255 * opacity]);
   context.drawImage(small, 0, 0, view.width, view.height);
+  $("legend").classList.toggle("effect", showsEffect);
+  $("least").textContent = showsEffect ? "takes away" : "least";
+  $("most").textContent = showsEffect ? "adds" : "most";
   if (state.cursor) frame(context);
 }
 
@@ -110,9 +96,7 @@ async function look(photo) {
     });
     if (asked !== state.asked) return;  // another photo came in the meantime
     Object.assign(state, { photo, bitmap, analysis, effect: null, cursor: null });
-    const scale = Math.min(1, WIDEST / Math.max(bitmap.width, bitmap.height));
-    view.width = Math.max(1, Math.round(bitmap.width * scale));
-    view.height = Math.max(1, Math.round(bitmap.height * scale));
+    fit(view, bitmap);
     $("layer").max = analysis.layers.length;
     $("layer").value = analysis.layers.length;
     choosePart("q", false);
@@ -131,35 +115,6 @@ function choosePart(name, effectToo) {
   const effect = document.querySelector("input[name=part][value=effect]");
   effect.disabled = !effectToo;
   document.querySelector(`input[name=part][value=${name}]`).checked = true;
-}
-
-const percent = (p) => `${(100 * p).toFixed(1)} %`;
-
-function bar(value, of, kind) {
-  const progress = document.createElement("progress");
-  progress.max = of;
-  progress.value = value;
-  if (kind) progress.className = kind;
-  progress.setAttribute("aria-hidden", "true");
-  return progress;
-}
-
-function showGuesses(guesses) {
-  $("guesses").replaceChildren(...guesses.map(({ name, probability }) => {
-    const item = document.createElement("li");
-    item.append(text("span", name), text("span", percent(probability)), bar(probability, 1));
-    return item;
-  }));
-}
-
-function text(tag, content) {
-  const element = document.createElement(tag);
-  element.textContent = content;
-  return element;
-}
-
-function describe(list, pairs) {
-  list.replaceChildren(...pairs.flatMap(([name, value]) => [text("dt", name), text("dd", value)]));
 }
 
 // --- one patch -------------------------------------------------------------------------------------------------
@@ -182,10 +137,11 @@ async function askEffect() {
 }
 
 function forgetEffect() {
+  if (!state.cursor) return;
   state.asked++;
   state.effect = null;
   state.cursor = null;
-  if (part() === "effect") choosePart("q", false);
+  choosePart(part() === "effect" ? "q" : part(), false);
   draw();
   say("");
 }
@@ -236,59 +192,16 @@ $("layer").addEventListener("change", () => {
 $("opacity").addEventListener("input", draw);
 $("parts").addEventListener("change", draw);
 
-// --- photos come in --------------------------------------------------------------------------------------------
-
-$("file").addEventListener("change", () => $("file").files[0] && look($("file").files[0]));
-document.addEventListener("paste", (event) => {
-  const file = [...event.clipboardData.files].find((f) => f.type.startsWith("image/"));
-  if (file) look(file);
-});
-for (const kind of ["dragenter", "dragover"]) {
-  document.addEventListener(kind, (event) => {
-    event.preventDefault();
-    $("drop").classList.add("over");
-  });
-}
-document.addEventListener("dragleave", () => $("drop").classList.remove("over"));
-document.addEventListener("drop", (event) => {
-  event.preventDefault();
-  $("drop").classList.remove("over");
-  const file = event.dataTransfer.files[0];
-  if (file) look(file);
-});
-
-async function offerSamples() {
-  const names = await ask("api/samples").catch(() => []);
-  $("samples").replaceChildren(...names.map((name) => {
-    const button = document.createElement("button");
-    button.type = "button";
-    button.title = name;
-    const image = document.createElement("img");
-    image.src = `api/samples/${encodeURIComponent(name)}?side=144`;
-    image.alt = name;
-    image.loading = "lazy";
-    button.append(image);
-    button.addEventListener("click", async () => {
-      try {
-        const response = await fetch(`api/samples/${encodeURIComponent(name)}`);
-        if (!response.ok) throw new Error("the sample cannot be loaded");
-        look(await response.blob());
-      } catch (error) {
-        say(error.message, true);
-      }
-    });
-    return button;
-  }));
-}
-
 // --- time and facts --------------------------------------------------------------------------------------------
 
 $("measure").addEventListener("click", async () => {
-  if (!state.photo) return;
+  const { photo } = state;
+  if (!photo) return;
   $("measure").disabled = true;
   say("measuring, a few seconds");
   try {
-    const times = await askAbout(state.photo, "api/times", { size: $("size").value });
+    const times = await askAbout(photo, "api/times", { size: $("size").value });
+    if (photo !== state.photo) return;
     const slowest = Math.max(times.sima_ms, times.softmax_ms);
     const rows = [["SimA", times.sima_ms, ""], ["softmax", times.softmax_ms, "other"]];
     $("times").replaceChildren(...rows.flatMap(([name, ms, kind]) => {
@@ -314,7 +227,7 @@ async function showModel() {
       return option;
     }));
     const number = (n) => (n === null ? "unknown" : n.toLocaleString("en"));
-    describe($("facts"), [
+    showFacts([
       ["image", `${facts.size} px`],
       ["layers", number(facts.layers)],
       ["parameters", number(facts.params)],
@@ -330,4 +243,4 @@ async function showModel() {
 
 draw();
 showModel();
-offerSamples();
+takePhotos(look);

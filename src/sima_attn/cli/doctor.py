@@ -1,0 +1,397 @@
+"""`sima doctor`: what is installed here, what it can run, and whether it computes what it should.
+
+`examine` fills one `Findings` of plain values; the tables and the JSON are two ways to print it.
+"""
+
+import json
+import math
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from sima_attn._version import __version__
+from sima_attn.cli._shared import console
+
+if TYPE_CHECKING:
+    import torch
+
+app = typer.Typer()
+
+PURPOSES = {
+    "": "operator, modules, models, convert, audit",
+    "cuda": "the fused kernels on a GPU",
+    "train": "sima train, eval, dino, knn, linear, classify, reproduce",
+    "plots": "figures and pictures",
+    "data": "scikit-learn's digits, scikit-image's photos: sima demo",
+    "detection": "sima detect",
+    "hf": "convert of transformers' models",
+    "onnx": "sima export, quantize, bench edge",
+    "openvino": "OpenVINO in sima bench edge",
+    "serve": "sima serve",
+}
+SHAPES = {"kv": (2, 2, 40, 16), "qk": (2, 2, 12, 16)}  # B, H, N, D: the order that "auto" takes there
+LARGEST_ERROR = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 5e-3}  # some ten times what right kernels show
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package that we use: the version that is here (None where there is none) and the ones we take."""
+
+    name: str
+    version: str | None
+    needs: str
+    extras: list[str]  # [""]: always needed
+    verdict: str  # "ok", "missing" or "wrong version"
+
+    @property
+    def source(self) -> str:
+        """The command that brings the package."""
+        if self.extras == ["cuda"]:
+            return "comes with torch's CUDA builds"
+        return "pip install -U sima-attn" if "" in self.extras else f"pip install -U 'sima-attn[{self.extras[0]}]'"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A CUDA device, and how SimA runs there."""
+
+    name: str
+    capability: str
+    memory_gib: float
+    kernels: str
+    tiles: str
+
+
+@dataclass(frozen=True)
+class Check:
+    """sima_attention against the paper's equations in float64: the largest error, as a share of the largest value."""
+
+    device: str
+    backend: str
+    dtype: str
+    error: float | None
+    gradient_error: float | None
+    largest: float | None  # what rounding explains
+    verdict: str  # "ok", "wrong", "crashed" or "not here"
+    reason: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """True for a backend that is here and is not right."""
+        return self.verdict in ("wrong", "crashed")
+
+
+@dataclass
+class Findings:
+    """All that the doctor has to say, in plain values."""
+
+    sima_attn: str
+    python: str
+    system: str
+    cpu: dict[str, Any]
+    cuda: str  # what torch was built for and sees
+    gpus: list[Gpu]
+    packages: list[Package]
+    checks: list[Check]
+    weights: dict[str, str]  # model -> what its file says
+    problems: list[str] = field(default_factory=list)
+
+
+@app.command("doctor")
+def doctor_command(
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON, to go with a bug report.")] = False,
+) -> None:
+    """Look at this machine: versions, devices, kernels, missing extras. Exits with 1 if something is wrong."""
+    with Console(stderr=True).status("looking"):
+        findings = examine()
+    if as_json:
+        print(as_text(findings))
+    else:
+        show(findings)
+    if findings.problems:
+        raise typer.Exit(1)
+
+
+def examine() -> Findings:
+    """Look at everything. Nothing is written, nothing is asked of other hosts."""
+    import torch
+
+    from sima_attn.bench.rows import cpu_name
+
+    packages = installed_packages()
+    checks = run_checks()
+    weights, broken = shipped_weights()
+    findings = Findings(
+        sima_attn=__version__,
+        python=platform.python_version(),
+        system=f"{platform.system()} {platform.machine()}",
+        cpu={"name": cpu_name(), "cores": usable_cores(), "threads": torch.get_num_threads()},
+        cuda=cuda_summary(),
+        gpus=[describe_gpu(index) for index in range(torch.cuda.device_count())],
+        packages=packages,
+        checks=checks,
+        weights=weights,
+    )
+    findings.problems += [
+        f"{p.name} {p.version or 'is missing'}, but sima-attn needs {p.name}{p.needs}: {p.source}"
+        for p in packages
+        if p.verdict == "wrong version" or (p.verdict == "missing" and "" in p.extras)
+    ]
+    findings.problems += [f"{c.backend} on {c.device}, {c.dtype}: {c.reason}" for c in checks if c.failed]
+    findings.problems += broken
+    return findings
+
+
+def installed_packages() -> list[Package]:
+    """Every package that the distribution asks for, always or for an extra, and triton, which comes with torch."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    from packaging.requirements import Requirement
+
+    needs: dict[str, str] = {}
+    extras: dict[str, list[str]] = {}
+    for extra, text in declared_requirements():
+        requirement = Requirement(text)
+        needs[requirement.name] = str(requirement.specifier)
+        extras.setdefault(requirement.name, []).append(extra)
+    needs["triton"], extras["triton"] = "", ["cuda"]
+    packages = []
+    for name, wanted in needs.items():
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            packages.append(Package(name, None, wanted, extras[name], "missing"))
+            continue
+        # A torch built from source, 2.12.0a0, is as good as what it is to become.
+        fits = Requirement(f"{name}{wanted}").specifier.contains(found, prereleases=True)
+        packages.append(Package(name, found, wanted, extras[name], "ok" if fits else "wrong version"))
+    return packages
+
+
+def declared_requirements() -> list[tuple[str, str]]:
+    """(extra, requirement) as the installed distribution says, or pyproject.toml where the source is not installed."""
+    import re
+    import tomllib
+    from importlib.metadata import PackageNotFoundError, requires
+
+    try:
+        lines = [line.partition(";") for line in requires("sima-attn") or []]
+        pairs = [(re.search(r"extra == ['\"]([\w-]+)", marker), text) for text, _, marker in lines]
+        return [(found[1] if found else "", text.strip()) for found, text in pairs]
+    except PackageNotFoundError:
+        project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+        optional = project["optional-dependencies"].items()
+        return [("", text) for text in project["dependencies"]] + [
+            (extra, text) for extra, texts in optional for text in texts
+        ]
+
+
+def usable_cores() -> int:
+    """Cores that this process may use, where the system tells."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cuda_summary() -> str:
+    """What torch was built for, and how many devices it sees."""
+    import torch
+
+    if torch.version.cuda is None:
+        return "torch was built without CUDA"
+    count = torch.cuda.device_count()
+    return f"torch was built for CUDA {torch.version.cuda} and sees {count or 'no'} device{'s' * (count != 1)}"
+
+
+def describe_gpu(index: int) -> Gpu:
+    """A CUDA device: its size, whether the fused kernels run there, and where their tiles come from."""
+    import torch
+
+    from sima_attn.ops.triton_op import why_not
+
+    properties = torch.cuda.get_device_properties(index)
+    capability = (properties.major, properties.minor)
+    reason = why_not(*torch.zeros(3, 1, 1, 1, 16, device=f"cuda:{index}"))
+    if reason is None:
+        from sima_attn.ops.triton_tuning import TABLE_CAPABILITY
+
+        tiles = "from the table" if capability == TABLE_CAPABILITY else "searched on the first call of a size"
+    return Gpu(
+        name=properties.name,
+        capability=f"{properties.major}.{properties.minor}",
+        memory_gib=round(properties.total_memory / 2**30, 1),
+        kernels="fused" if reason is None else f"plain torch: {reason}",
+        tiles=tiles if reason is None else "-",
+    )
+
+
+def run_checks() -> list[Check]:
+    """Every backend on every device: attention and its gradients, in both orders and every dtype, with padding."""
+    import torch
+
+    from sima_attn.ops.api import BACKENDS
+    from sima_attn.ops.triton_op import why_not
+
+    devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    checks = []
+    for device in devices:
+        for backend in BACKENDS:
+            reason = why_not(*torch.zeros(3, 1, 1, 1, 16, device=device)) if backend == "triton" else None
+            if reason is not None:
+                checks.append(Check(device, backend, "-", None, None, None, "not here", reason))
+                continue
+            checks += [check_backend(device, backend, dtype) for dtype in LARGEST_ERROR]
+    return checks
+
+
+def check_backend(device: str, backend: str, dtype: str) -> Check:
+    """Run a backend on small inputs and compare it with the paper's equations in float64."""
+    import torch
+
+    largest = LARGEST_ERROR[dtype]
+    try:
+        errors = [order_errors(device, backend, getattr(torch, dtype), order) for order in SHAPES]
+    except Exception as error:  # whatever a driver or a compiler comes up with is what we are here to report
+        line = (str(error).strip() or "no message").splitlines()[0]
+        return Check(device, backend, dtype, None, None, largest, "crashed", f"{type(error).__name__}: {line}")
+    forward, gradient = (worst(values) for values in zip(*errors, strict=True))
+    if max(forward, gradient) <= largest:
+        return Check(device, backend, dtype, forward, gradient, largest, "ok")
+    reason = f"off by {forward:.1e}, gradients by {gradient:.1e}; rounding explains {largest:.0e}"
+    return Check(device, backend, dtype, forward, gradient, largest, "wrong", reason)
+
+
+def order_errors(device: str, backend: str, dtype: "torch.dtype", order: str) -> tuple[float, float]:
+    """The errors of the output, computed as in inference, and of the gradients."""
+    import torch
+
+    from sima_attn.ops import sima_attention, sima_reference
+
+    B, H, N, D = SHAPES[order]
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, weights = torch.randn(4, B, H, N, D, generator=generator).to(dtype)
+    mask = torch.arange(N) < torch.tensor([[N], [N - 5]])  # [B, N], the second image is shorter
+
+    def run(attention: Any, where: str, kind: "torch.dtype", **options: Any) -> "list[torch.Tensor]":
+        real = mask.to(where)
+        inputs = [t.to(where, kind).requires_grad_() for t in (q, k, v)]
+        o = attention(*inputs, key_mask=real, query_mask=real, **options)
+        gradients = torch.autograd.grad(o, inputs, weights.to(where, kind))
+        with torch.no_grad():  # inference takes another way on the CPU
+            o = attention(*(t.detach() for t in inputs), key_mask=real, query_mask=real, **options)
+        return [t.detach().cpu().double() for t in (o, *gradients)]
+
+    got = run(sima_attention, device, dtype, order=order, backend=backend)
+    true = run(sima_reference, "cpu", torch.float64)
+    errors = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(got, true, strict=True)]
+    return errors[0], worst(errors[1:])
+
+
+def worst(errors: Sequence[float]) -> float:
+    """The largest error; NaN counts as infinite, which JSON and a comparison can both be trusted with."""
+    return max(math.inf if math.isnan(error) else error for error in errors)
+
+
+def shipped_weights() -> tuple[dict[str, str], list[str]]:
+    """Model -> what its file of weights says; and what is wrong with files that cannot be read."""
+    from importlib.util import find_spec
+
+    from sima_attn.models.pretrained import WEIGHTS, read_card
+
+    weights: dict[str, str] = {}
+    broken: list[str] = []
+    for path in sorted(WEIGHTS.glob("*.safetensors")):
+        size = f"{path.stat().st_size / 1e6:.1f} MB"
+        if find_spec("safetensors") is None:
+            weights[path.stem] = f"{size}; to read it: pip install 'sima-attn[train]'"
+            continue
+        try:
+            card = read_card(path)
+            weights[path.stem] = f"{size}, top-1 {card.top1:.1f} on {card.images} images of {card.size} px"
+        except Exception as error:  # a cut or damaged file
+            broken.append(
+                f"the weights of {path.stem} cannot be read ({type(error).__name__}): install the package anew"
+            )
+    return weights, broken
+
+
+def as_text(findings: Findings) -> str:
+    """The findings as JSON, without the name of the user's home folder."""
+    text = json.dumps(asdict(findings), indent=2)
+    home = str(Path.home())
+    return text.replace(home, "~") if len(home) > 1 else text
+
+
+def show(findings: Findings) -> None:
+    """The findings as tables, and at the end what is wrong."""
+    cpu = findings.cpu
+    console.print(
+        f"[bold]sima-attn {findings.sima_attn}[/bold], Python {findings.python}, {findings.system}\n"
+        f"CPU: {cpu['name']}, {cpu['cores']} cores, torch uses {cpu['threads']} threads\n"
+        f"GPU: {findings.cuda}",
+        highlight=False,
+    )
+    if findings.gpus:
+        _print_table(
+            "CUDA devices",
+            ["GPU", "capability", "GiB", "kernels", "tiles"],
+            [[g.name, g.capability, f"{g.memory_gib:.0f}", g.kernels, g.tiles] for g in findings.gpus],
+        )
+    _print_table("Packages", ["extra", "for", "here", "to get what is missing"], _by_extra(findings.packages))
+    _print_table(
+        "sima_attention against the paper's equations in float64",
+        ["device", "backend", "dtype", "error", "of gradients", "verdict"],
+        [
+            [
+                c.device,
+                c.backend,
+                c.dtype,
+                _short(c.error),
+                _short(c.gradient_error),
+                c.verdict + f": {c.reason}" * bool(c.reason),
+            ]
+            for c in findings.checks
+        ],
+    )
+    weights = [f"{name}, {about}" for name, about in findings.weights.items()]
+    for line in weights or ["none come with this version"]:
+        console.print(f"Weights: {escape(line)}", highlight=False, soft_wrap=True)
+    for problem in findings.problems:
+        console.print(f"[bold red]Problem:[/bold red] {escape(problem)}", highlight=False, soft_wrap=True)
+    if not findings.problems:
+        console.print("[bold green]All that is here works.[/bold green]")
+
+
+def _by_extra(packages: list[Package]) -> list[list[str]]:
+    """One line an extra: its packages with their versions. A package of several extras is in each."""
+    named = {extra for package in packages for extra in package.extras}
+    lines = []
+    for extra in [*(extra for extra in PURPOSES if extra in named), *sorted(named - PURPOSES.keys())]:
+        mine = [package for package in packages if extra in package.extras]
+        here = ", ".join(f"{package.name} {package.version or 'missing'}" for package in mine)
+        missing = [package for package in mine if package.verdict == "missing"]
+        source = replace(missing[0], extras=[extra]).source if missing else ""
+        lines.append(
+            [{"": "(always)", "cuda": "(with torch)"}.get(extra, extra), PURPOSES.get(extra, ""), here, source]
+        )
+    return lines
+
+
+def _short(error: float | None) -> str:
+    return "-" if error is None else f"{error:.0e}"
+
+
+def _print_table(title: str, header: list[str], lines: list[list[str]]) -> None:
+    """A table whose long cells wrap."""
+    table = Table(title=title, title_justify="left")
+    for heading in header:
+        table.add_column(heading, overflow="fold")
+    for line in lines:
+        table.add_row(*(escape(cell) for cell in line))
+    console.print(table)

@@ -1,0 +1,90 @@
+"""An ONNX file and onnxruntime-web -> what the page `browser` needs to run a model by itself.
+
+The page asks for everything from here, so that the photo and the model stay on this machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from sima_attn.export.preprocessing import Preprocessing
+from sima_attn.export.runtimes import labels_in, open_model
+from sima_attn.serve.limits import Refusal
+
+RUNTIME = {"ort.wasm.bundle.min.mjs": "text/javascript", "ort-wasm-simd-threaded.wasm": "application/wasm"}
+USUAL_RUNTIME = Path(".tools/web")  # where `make browser` puts them
+NO_RUNTIME = (
+    "onnxruntime-web is not here: run `make browser` in the repository, or `npm install onnxruntime-web` and start "
+    "again with --onnxruntime-web node_modules/onnxruntime-web/dist"
+)
+NO_MODEL = (
+    "no model was given for this page: write one with `sima export MODEL --out model.onnx`, and start again with "
+    "`sima serve --onnx model.onnx`"
+)
+
+
+@dataclass(frozen=True)
+class BrowserModel:
+    """An ONNX file: how a photo is made ready for it (or that it does so itself), and what its classes are called."""
+
+    name: str
+    bytes: int
+    precision: str
+    prepares_itself: bool
+    size: int
+    mean: list[float]
+    std: list[float]
+    crop_ratio: float
+    interpolation: str
+    classes: list[str] | None
+
+
+class InBrowser:
+    """The files that the page asks for, checked before the server starts.
+
+    What the caller names must be right; what he leaves away may be missing, and the page then says how to get it.
+    """
+
+    def __init__(self, onnx: Path | None = None, runtime: Path | None = None) -> None:
+        folder = runtime or USUAL_RUNTIME
+        missing = [name for name in RUNTIME if not (folder / name).is_file()]
+        if runtime is not None and missing:
+            raise FileNotFoundError(
+                f"{runtime} has no {' and no '.join(missing)}: give the folder `dist` of npm's onnxruntime-web"
+            )
+        self.model = browser_model(onnx) if onnx is not None else None
+        self.files: Mapping[str, tuple[Path, str]] = {}  # name -> file and media type
+        if not missing:
+            self.files = {name: ((folder / name).resolve(), kind) for name, kind in RUNTIME.items()}
+        if onnx is not None:
+            self.files |= {"model.onnx": (onnx.resolve(), "application/octet-stream")}
+
+    def facts(self) -> BrowserModel:
+        """The model, or a refusal that says how to get what is missing."""
+        if self.model is None:
+            raise Refusal(404, NO_MODEL)
+        if not self.files.keys() >= RUNTIME.keys():
+            raise Refusal(404, NO_RUNTIME)
+        return self.model
+
+
+def browser_model(path: Path) -> BrowserModel:
+    """What a file of `sima export` or `sima quantize` says of itself; it is loaded once, to be sure that it runs."""
+    metadata = open_model(path).metadata
+    if "preprocessing" not in metadata:
+        raise ValueError(f"{path} does not say how its images are prepared: write it with `sima export`")
+    how = Preprocessing.from_json(metadata["preprocessing"])
+    return BrowserModel(
+        name=metadata.get("model", path.stem),
+        bytes=path.stat().st_size,
+        precision=metadata.get("precision", "float32"),
+        prepares_itself=metadata.get("preprocessing_inside") == "true",
+        size=how.size,
+        mean=list(how.mean),
+        std=list(how.std),
+        crop_ratio=how.crop_ratio,
+        interpolation=how.interpolation,
+        classes=labels_in(metadata),
+    )

@@ -1,0 +1,162 @@
+// A model in this browser: onnxruntime-web, on the photo as it is. Nothing is sent anywhere.
+import { $, ask, fit, percent, say, showFacts, showGuesses, takePhotos } from "./parts.js";
+
+const LONGEST = 4096;  // a canvas of more would not fit every machine
+const state = { ort: null, model: null, session: null, asked: 0 };
+
+// --- a photo as the model takes it -----------------------------------------------------------------------------
+
+// The filters of PIL, which prepared the photos of training.
+const FILTERS = {
+  bilinear: { reach: 1, at: (x) => 1 - x },
+  bicubic: { reach: 2, at: (x) => (x < 1 ? (1.5 * x - 2.5) * x * x + 1 : ((-0.5 * x + 2.5) * x - 4) * x + 2) },
+};
+
+// For each of `to` pixels: the first of the `from` pixels within its reach, and their weights. Where a photo shrinks
+// the reach grows, so that no pixel is left out.
+function windows(from, to, { reach, at }) {
+  const scale = from / to, stretch = Math.max(scale, 1);
+  return Array.from({ length: to }, (_, i) => {
+    const centre = (i + 0.5) * scale;
+    const first = Math.max(0, Math.trunc(centre - reach * stretch + 0.5));
+    const end = Math.min(from, Math.trunc(centre + reach * stretch + 0.5));
+    const weights = Array.from({ length: end - first }, (_, j) => {
+      const x = Math.abs(first + j - centre + 0.5) / stretch;
+      return x < reach ? at(x) : 0;
+    });
+    const sum = weights.reduce((a, b) => a + b, 0);
+    return { first, weights: weights.map((w) => w / sum) };
+  });
+}
+
+// RGB bytes, rows of pixels -> resized and turned over its diagonal: twice, and both sides are done.
+function resizedAndTurned({ data, width, height }, to, filter) {
+  const result = new Uint8ClampedArray(to * height * 3);  // rounds and clips, as PIL does
+  windows(width, to, filter).forEach(({ first, weights }, x) => {
+    for (let y = 0; y < height; y++) {
+      for (let c = 0; c < 3; c++) {
+        let sum = 0;
+        for (let j = 0; j < weights.length; j++) sum += weights[j] * data[3 * (y * width + first + j) + c];
+        result[3 * (x * height + y) + c] = sum;
+      }
+    }
+  });
+  return { data: result, width: height, height: to };
+}
+
+// round(excess / 2), halves to the even number: where torchvision cuts.
+const middle = (excess) => Math.floor((excess + (Math.floor(excess / 2) % 2)) / 2);
+
+// RGB bytes -> [3, size, size], normalised: shorter side to size / crop_ratio, the middle cut out.
+function prepared(photo, { size, crop_ratio, interpolation, mean, std }) {
+  const shorter = Math.floor(size / crop_ratio), { width, height } = photo;
+  const columns = Math.max(shorter, Math.floor((shorter * width) / height));
+  const rows = Math.max(shorter, Math.floor((shorter * height) / width));
+  const filter = FILTERS[interpolation];
+  const resized = resizedAndTurned(resizedAndTurned(photo, columns, filter), rows, filter);
+  const left = middle(columns - size), top = middle(rows - size);
+  const image = new Float32Array(3 * size * size);
+  for (let c = 0; c < 3; c++) {
+    for (let y = 0; y < size; y++) {
+      for (let x = 0; x < size; x++) {
+        const value = resized.data[3 * ((top + y) * columns + left + x) + c] / 255;
+        image[(c * size + y) * size + x] = (value - mean[c]) / std[c];
+      }
+    }
+  }
+  return image;
+}
+
+// A file -> a canvas of its pixels, the way up that its camera noted, on white where it is transparent.
+async function decoded(file) {
+  const bitmap = await createImageBitmap(file, { colorSpaceConversion: "none" }).catch(() => {
+    throw new Error("this is not an image that the browser can read");
+  });
+  const scale = Math.min(1, LONGEST / Math.max(bitmap.width, bitmap.height));
+  const sides = [bitmap.width, bitmap.height].map((side) => Math.max(1, Math.round(side * scale)));
+  const canvas = new OffscreenCanvas(...sides);
+  const context = canvas.getContext("2d", { willReadFrequently: true });
+  context.fillStyle = "#fff";
+  context.fillRect(0, 0, ...sides);
+  context.drawImage(bitmap, 0, 0, ...sides);
+  bitmap.close();
+  return canvas;
+}
+
+function rgb(canvas) {
+  const { width, height } = canvas;
+  const rgba = canvas.getContext("2d").getImageData(0, 0, width, height).data;
+  const data = new Uint8Array(3 * width * height);
+  for (let i = 0, j = 0; j < data.length; i += 4, j += 3) data.set(rgba.subarray(i, i + 3), j);
+  return { data, width, height };
+}
+
+// --- the model -------------------------------------------------------------------------------------------------
+
+function input(photo) {
+  const { ort, model } = state;
+  if (model.prepares_itself) return new ort.Tensor("uint8", photo.data, [photo.height, photo.width, 3]);
+  return new ort.Tensor("float32", prepared(photo, model), [1, 3, model.size, model.size]);
+}
+
+function softmax(logits) {
+  const largest = Math.max(...logits);
+  const powers = Array.from(logits, (value) => Math.exp(value - largest));
+  const sum = powers.reduce((a, b) => a + b, 0);
+  return powers.map((value) => value / sum);
+}
+
+async function look(file) {
+  const asked = ++state.asked;
+  try {
+    await ready;
+    if (!state.session) return;  // the page says why
+    const canvas = await decoded(file);
+    if (asked !== state.asked) return;  // another photo came in the meantime
+    fit($("view"), canvas);
+    $("view").getContext("2d").drawImage(canvas, 0, 0, $("view").width, $("view").height);
+    $("guesses").replaceChildren();
+    $("result").hidden = false;
+    say("looking");
+    await new Promise(requestAnimationFrame);  // paint that first: the model keeps this page busy
+    const { session, model } = state;
+    const given = input(rgb(canvas));
+    const start = performance.now();
+    const answer = await session.run({ [session.inputNames[0]]: given });
+    const milliseconds = performance.now() - start;
+    const guesses = softmax(answer[session.outputNames[0]].data)
+      .map((probability, k) => ({ name: model.classes?.[k] ?? `class ${k}`, probability }))
+      .sort((a, b) => b.probability - a.probability).slice(0, 5);
+    if (asked !== state.asked) return;
+    showGuesses(guesses);
+    say(`${guesses[0].name}, ${percent(guesses[0].probability)}, in ${milliseconds.toFixed(0)} ms`);
+  } catch (error) {
+    if (asked === state.asked) say(error.message, true);
+  }
+}
+
+async function load() {
+  try {
+    const model = await ask("api/browser");
+    $("model").textContent = "loading the model into this browser";
+    const ort = await import("./browser/ort.wasm.bundle.min.mjs");
+    ort.env.wasm.numThreads = 1;  // more need a page that is isolated from all others
+    const session = await ort.InferenceSession.create("browser/model.onnx", { executionProviders: ["wasm"] });
+    Object.assign(state, { ort, model, session });
+    $("model").textContent = `${model.name} runs in this browser: your photo does not leave it`;
+    showFacts([
+      ["image", `${model.size} px`],
+      ["weights", model.precision],
+      ["file", `${(model.bytes / 2 ** 20).toFixed(1)} MiB`],
+      ["photo prepared by", model.prepares_itself ? "the model" : "this page"],
+      ["classes", model.classes ? model.classes.length.toLocaleString("en") : "unnamed"],
+      ["onnxruntime-web", ort.env.versions.web],
+    ]);
+  } catch (error) {
+    $("model").textContent = "no model runs in this browser yet";
+    say(error.message, true);
+  }
+}
+
+const ready = load();
+takePhotos(look);

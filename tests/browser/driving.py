@@ -1,0 +1,89 @@
+"""A server in a thread, and what a visitor does to a page and sees of it."""
+
+import base64
+import io
+import threading
+from contextlib import contextmanager
+
+import uvicorn
+from PIL import Image
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import WebDriverWait
+
+WIDE, NARROW = (1280, 900), (390, 844)
+# What a hand or the clipboard would do: a File made in the page, in an event of the browser.
+GIVE = """
+const [encoded, type, kind] = arguments;
+const bytes = Uint8Array.from(atob(encoded), (c) => c.charCodeAt(0));
+const held = new DataTransfer();
+held.items.add(new File([bytes], "photo", { type }));
+document.dispatchEvent(kind === "paste"
+  ? new ClipboardEvent("paste", { clipboardData: held, bubbles: true })
+  : new DragEvent(kind, { dataTransfer: held, bubbles: true, cancelable: true }));
+"""
+
+
+class Served:
+    """A running server: its address, and every request it got as (method, path)."""
+
+    def __init__(self, app):
+        self.requests = []
+
+        async def noting(scope, receive, send):
+            if scope["type"] == "http":
+                self.requests.append((scope["method"], scope["path"]))
+            await app(scope, receive, send)
+
+        self.server = uvicorn.Server(uvicorn.Config(noting, port=0, log_level="warning", timeout_graceful_shutdown=2))
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
+
+    @property
+    def address(self):
+        return f"http://127.0.0.1:{self.server.servers[0].sockets[0].getsockname()[1]}"
+
+
+@contextmanager
+def serving(app):
+    """The application in a thread of its own until the block ends."""
+    served = Served(app)
+    served.thread.start()
+    while not served.server.started:
+        assert served.thread.is_alive(), "the server did not start"
+        served.thread.join(0.02)
+    try:
+        yield served
+    finally:
+        served.server.should_exit = True
+        served.thread.join(20)
+
+
+def set_window(driver, size, *, dark=False):
+    """Give the page a size in CSS pixels, as on a phone where it is narrow, and a colour scheme."""
+    width, height = size
+    metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+
+
+def complaints(driver):
+    """What the page wrote to the console since this was last asked: script errors, breaches of the policy."""
+    return [entry["message"] for entry in driver.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
+
+
+def until(driver, met, seconds=30):
+    return WebDriverWait(driver, seconds, poll_frequency=0.03).until(lambda _: met())
+
+
+def shown(driver, name):
+    return driver.find_element(By.ID, name).text
+
+
+def photo(size=(90, 60), kind="PNG"):
+    buffer = io.BytesIO()
+    Image.radial_gradient("L").resize(size).convert("RGB").save(buffer, kind)
+    return buffer.getvalue()
+
+
+def give(driver, data, kind="drop", media="image/png"):
+    driver.execute_script(GIVE, base64.b64encode(data).decode(), media, kind)

@@ -1,0 +1,141 @@
+"""A model that Chromium runs by itself, against ONNX Runtime in Python on the same file and photo."""
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+pytest.importorskip("selenium")
+pytest.importorskip("onnxscript")
+pytest.importorskip("onnxruntime")
+
+from driving import NARROW, WIDE, complaints, give, photo, serving, set_window, shown, until
+from selenium.webdriver.common.by import By
+
+from sima_attn.explain.subject import subject_of
+from sima_attn.export.onnx import export_onnx
+from sima_attn.export.preprocessing import Preprocessing
+from sima_attn.export.quantize import quantize_onnx
+from sima_attn.export.runtimes import open_model
+from sima_attn.serve.app import create_app
+from sima_attn.serve.in_browser import RUNTIME, USUAL_RUNTIME, InBrowser
+
+NAME = "sima_xcit_mini_p4_64_relu"
+WEB = Path(__file__).parents[2] / USUAL_RUNTIME
+needs_runtime = pytest.mark.skipif(
+    not all((WEB / name).is_file() for name in RUNTIME),
+    reason="there is no onnxruntime-web in .tools/web: `make browser` puts it there",
+)
+
+
+@pytest.fixture(scope="module")
+def subject():
+    torch.manual_seed(0)
+    model = timm.create_model(NAME, depth=2).eval()
+    with torch.no_grad():
+        model.head.weight *= 30  # random weights like all classes alike: these have a favourite
+    return subject_of(model, name=NAME, trained=False)
+
+
+@pytest.fixture(scope="module")
+def files(subject, tmp_path_factory):
+    """Name -> ONNX file: float32, int8, and float32 that prepares a photo itself."""
+    folder = tmp_path_factory.mktemp("onnx")
+    labels = [f"label {k}" for k in range(subject.model.num_classes)]
+    common = {"input_size": 64, "labels": labels, "name": NAME}
+    cropped = Preprocessing(64, (0.48, 0.45, 0.4), (0.28, 0.27, 0.28), crop_ratio=0.875)
+    export_onnx(subject.model, folder / "float32.onnx", prepare=cropped, **common)
+    export_onnx(subject.model, folder / "inside.onnx", preprocessing=True, **common)
+    rng = np.random.default_rng(0)
+    quantize_onnx(
+        folder / "float32.onnx",
+        folder / "int8.onnx",
+        [rng.normal(size=(3, 64, 64)).astype(np.float32) for _ in range(32)],
+    )
+    return {path.stem: path for path in folder.iterdir()}
+
+
+def expected(path, data):
+    """The five best labels and their probabilities, by ONNX Runtime in Python."""
+    session = open_model(path)
+    image = Image.open(io.BytesIO(data)).convert("RGB")
+    if session.metadata["preprocessing_inside"] == "true":
+        given = np.asarray(image)
+    else:
+        given = Preprocessing.from_json(session.metadata["preprocessing"]).transform()(image)[None].numpy()
+    probabilities = torch.from_numpy(session(given)[0]).softmax(0)  # [K]
+    best = probabilities.topk(5)
+    return [f"label {k}" for k in best.indices.tolist()], best.values.tolist()
+
+
+def read(driver):
+    """The labels and the probabilities that the page shows."""
+    names = [item.text.split("\n")[0] for item in driver.find_elements(By.CSS_SELECTOR, "#guesses li")]
+    bars = driver.find_elements(By.CSS_SELECTOR, "#guesses progress")
+    return names, [float(bar.get_property("value")) for bar in bars]
+
+
+@needs_runtime
+@pytest.mark.parametrize("kind", ["int8", "float32", "inside"])
+def test_the_browser_says_what_python_says_and_sends_no_photo(chromium, subject, files, kind):
+    complaints(chromium)
+    with serving(create_app(subject, in_browser=InBrowser(files[kind], WEB))) as served:
+        chromium.get(f"{served.address}/browser")
+        until(chromium, lambda: "your photo does not leave it" in shown(chromium, "model"))
+        until(chromium, lambda: len(chromium.find_elements(By.CSS_SELECTOR, "#samples img")) == 5)
+        asked = len(served.requests)
+        # As large as the model wants it; and three that must be resized and cut: wide, tall, small.
+        for size in ((64, 64), (300, 170), (75, 210), (40, 33)):
+            data = photo(size)
+            chromium.execute_script("document.getElementById('status').textContent = ''")
+            give(chromium, data)
+            until(chromium, lambda: " ms" in shown(chromium, "status"))
+            labels, probabilities = expected(files[kind], data)
+            seen_labels, seen = read(chromium)
+            assert shown(chromium, "status").startswith(labels[0])
+            # float32 differs in its last bits, int8 by a step of its scale here and there
+            assert seen == pytest.approx(probabilities, abs=0.03 if kind == "int8" else 2e-3)
+            assert seen_labels[0] == labels[0]
+        assert len(served.requests) == asked  # four photos, and nothing was asked of the server
+        assert {method for method, _ in served.requests} == {"GET"}
+    assert complaints(chromium) == []
+
+
+@needs_runtime
+def test_what_is_no_image_is_explained(chromium, subject, files):
+    with serving(create_app(subject, in_browser=InBrowser(files["int8"], WEB))) as served:
+        chromium.get(f"{served.address}/browser")
+        until(chromium, lambda: "your photo does not leave it" in shown(chromium, "model"))
+        give(chromium, b"no image at all")
+        until(chromium, lambda: "not an image that the browser can read" in shown(chromium, "status"))
+
+
+@needs_runtime
+@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["desktop", "phone"])
+def test_it_fits_the_window(chromium, subject, files, shots, size):
+    set_window(chromium, size, dark=size == NARROW)
+    with serving(create_app(subject, in_browser=InBrowser(files["int8"], WEB))) as served:
+        chromium.get(f"{served.address}/browser")
+        until(chromium, lambda: chromium.find_elements(By.CSS_SELECTOR, "#samples button"))
+        chromium.find_element(By.CSS_SELECTOR, "#samples button").click()
+        until(chromium, lambda: " ms" in shown(chromium, "status"))
+        assert chromium.execute_script("return document.documentElement.scrollWidth") <= size[0]
+        chromium.save_screenshot(str(shots / f"in-browser-{size[0]}.png"))
+    set_window(chromium, WIDE)
+
+
+def test_the_page_says_how_to_get_what_is_missing(chromium, subject, files, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # where there is no .tools/web
+    for onnx, message in ((None, "sima export MODEL"), (files["int8"], "make browser")):
+        with serving(create_app(subject, in_browser=InBrowser(onnx))) as served:
+            chromium.get(f"{served.address}/browser")
+            until(chromium, lambda: shown(chromium, "status"))
+            assert message in shown(chromium, "status")
+            assert "no model runs" in shown(chromium, "model")
+    complaints(chromium)
