@@ -1,5 +1,5 @@
 # Two commands for a newcomer: `make demo` and `make test`. Each sets up all it needs by itself.
-.PHONY: help demo test lint format docs bench-cpu clean
+.PHONY: help demo serve browser test lint format docs bench-cpu clean
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
@@ -12,6 +12,12 @@ help: ## this list
 
 demo: $(READY) ## train SimA and its softmax twin on digits (about a minute), figures under runs/demo/
 	.venv/bin/sima demo
+
+serve: $(READY) ## the page on which a photo is looked into, on 127.0.0.1:8000
+	.venv/bin/sima serve
+
+browser: ## Chromium for the tests of the pages (as root, on Debian), onnxruntime-web for the model in the browser
+	scripts/get_browser.sh
 
 test: $(READY) ## the whole test suite
 	.venv/bin/pytest

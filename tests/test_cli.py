@@ -148,11 +148,13 @@ def test_doctor_in_json_holds_what_a_bug_report_needs(monkeypatch):
     assert findings["problems"] == []
 
 
-@pytest.mark.parametrize("wrong", [lambda o: o * 1.001, lambda o: o * float("nan")])
-def test_a_backend_that_computes_something_else_is_found(monkeypatch, wrong):
+@pytest.mark.parametrize(
+    ("wrong", "said"), [(lambda o: o * 1.001, "off by"), (lambda o: o * float("nan"), "numbers that are not finite")]
+)
+def test_a_backend_that_computes_something_else_is_found(monkeypatch, wrong, said):
     right = api.BACKENDS["eager"]
     monkeypatch.setitem(api.BACKENDS, "eager", lambda *args, **options: wrong(right(*args, **options)))
-    assert "eager on cpu, float32: off by" in sima("doctor", code=1)
+    assert f"eager on cpu, float32: {said}" in sima("doctor", code=1)
     assert json.loads(sima("doctor", "--json", code=1))["problems"]
 
 
@@ -208,3 +210,24 @@ def test_the_doctor_names_weights_that_cannot_be_read(monkeypatch, tmp_path):
     monkeypatch.setattr("sima_attn.models.pretrained.WEIGHTS", tmp_path)
     (tmp_path / "sima_broken.safetensors").write_bytes(b"nothing")
     assert "the weights of sima_broken cannot be read" in sima("doctor", code=1)
+
+
+def test_the_doctor_shows_a_gpu_and_what_runs_there(capsys):
+    gpu = doctor.Gpu("NVIDIA H200", "9.0", 139.8, "fused", "from the table")
+    checks = [doctor.Check("cuda:0", "triton", "bfloat16", 4e-3, 5e-3, 3e-2, "ok")]
+    cpu = {"name": "a processor", "cores": 2, "threads": 2}
+    doctor.show(doctor.Findings("0", "3.11", "Linux", cpu, "one device", [gpu], [], checks, {"sima_x": "9 MB"}))
+    output = capsys.readouterr().out
+    assert [
+        word for word in ("H200", "140", "fused", "from the table", "4e-03", "Weights: sima_x") if word not in output
+    ] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_doctor_finds_the_kernels_of_a_gpu_right():
+    findings = doctor.examine()
+    assert findings.problems == []
+    assert [gpu.kernels for gpu in findings.gpus] == ["fused"] * torch.cuda.device_count()
+    kernels = [check for check in findings.checks if check.backend == "triton" and check.device.startswith("cuda")]
+    assert [check.verdict for check in kernels] == ["ok"] * len(doctor.LARGEST_ERROR) * torch.cuda.device_count()

@@ -153,6 +153,12 @@ def test_every_file_of_rows_is_on_the_page_of_benchmarks():
     assert missing == [], "say in docs/benchmarks.md what made these rows and how to make them again"
 
 
+def test_every_benchmark_is_on_the_page_of_benchmarks():
+    commands = set(typer.main.get_command(cli.app).commands["bench"].commands) - {"table"}  # it measures nothing
+    shown = {words[1] for words in commands_of(DOCS / "benchmarks.md") if words[:1] == ["bench"]}
+    assert commands - shown == set()
+
+
 def tables_of_rows() -> dict[str, str]:
     """File of rows -> the table that the page of benchmarks has of it."""
     from sima_attn.bench.cpu import CpuRow

@@ -11,9 +11,11 @@ from PIL import Image
 
 pytest.importorskip("fastapi")
 pytest.importorskip("httpx")
-schemathesis = pytest.importorskip("schemathesis")
+pytest.importorskip("schemathesis")
 
+import schemathesis
 from fastapi.testclient import TestClient
+from schemathesis.checks import positive_data_acceptance
 
 from sima_attn.explain.subject import subject_of
 from sima_attn.serve import looking
@@ -22,7 +24,7 @@ from sima_attn.serve.limits import Limits
 from sima_attn.serve.photos import FORMATS
 
 VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 5}
-BOUNDED = settings(max_examples=25, suppress_health_check=list(HealthCheck))
+BOUNDED = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +60,8 @@ def test_every_answer_is_as_described_and_none_is_a_5xx(interface, mode):
         @given(case=operation.ok().as_strategy(generation_mode=mode))
         def ask(case):
             asked.add(f"{case.method} {case.path}")
-            case.call_and_validate()
+            # No description says which patches a photo will have: a 422 for a patch outside is right.
+            case.call_and_validate(excluded_checks=[positive_data_acceptance])
 
         try:
             ask()

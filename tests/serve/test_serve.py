@@ -24,7 +24,8 @@ from sima_attn.explain.subject import subject_of
 from sima_attn.nn import SimAttention
 from sima_attn.nn.baselines.softmax import SoftmaxAttention
 from sima_attn.serve import looking
-from sima_attn.serve.app import create_app
+from sima_attn.serve.app import PAGE, create_app
+from sima_attn.serve.in_browser import RUNTIME, InBrowser
 from sima_attn.serve.limits import Gate, Limits, Refusal
 from sima_attn.serve.looking import Looker, softmax_twin
 from sima_attn.serve.photos import decode
@@ -200,14 +201,63 @@ def test_every_answer_has_the_headers_and_the_page_needs_nothing_from_elsewhere(
         assert "unsafe-inline" not in policy
         assert response.headers["x-content-type-options"] == "nosniff"
         assert response.headers["cache-control"] == "no-store"
-    pages = {path: client.get(path).text for path in ("/", "/page.css", "/page.js")}
-    assert not [path for path, page in pages.items() if re.search(r"https?:|//\w+\.|url\(|@import", page)]
-    assert "style=" not in pages["/"]
-    assert pages["/"].count("<script") == 1
+    pages = {path: client.get(path).text for path in PAGE}
+    drawn = {path: page.replace("http://www.w3.org/2000/svg", "") for path, page in pages.items()}  # a name, no address
+    assert not [path for path, page in drawn.items() if re.search(r"https?:|//\w+\.|url\(|@import", page)]
+    for path, script in (("/", "/page.js"), ("/browser", "/browser.js")):
+        assert "style=" not in pages[path]
+        assert pages[path].count("<script") == 1
+        ids = set(re.findall(r'\$\("([\w-]+)"\)', pages[script] + pages["/parts.js"]))
+        assert [one for one in ids if f'id="{one}"' not in pages[path]] == []
     assert client.get("/docs").status_code == 404
     assert client.get("/api/analyse").status_code == 405
-    ids = set(re.findall(r'\$\("([\w-]+)"\)', pages["/page.js"]))
-    assert [one for one in ids if f'id="{one}"' not in pages["/"]] == []
+
+
+def test_compiled_code_may_run_on_the_page_that_needs_it_alone(client):
+    allowed = {path: "wasm-unsafe-eval" in client.get(path).headers["content-security-policy"] for path in PAGE}
+    assert [path for path, may in allowed.items() if may] == ["/browser"]
+
+
+def test_a_model_in_the_browser_is_there_or_how_to_get_it(tmp_path, monkeypatch):
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+    import onnx
+
+    from sima_attn.export.onnx import export_onnx
+
+    monkeypatch.chdir(tmp_path)  # where there is no .tools/web
+    subject = small_subject()
+    file, web = tmp_path / "small.onnx", tmp_path / "web"
+    export_onnx(subject.model, file, input_size=32, labels=CLASSES, name="small")
+
+    def ask(in_browser, path="/api/browser"):
+        return TestClient(create_app(subject, hosts=None, in_browser=in_browser)).get(path)
+
+    for missing, how in ((InBrowser(), "sima export MODEL"), (InBrowser(file), "make browser")):
+        answer = ask(missing)
+        assert answer.status_code == 404
+        assert how in answer.json()["detail"]
+    web.mkdir()
+    with pytest.raises(FileNotFoundError, match=r"web has no ort\.wasm.* and no ort-wasm.*: give the folder `dist`"):
+        InBrowser(file, web)
+    for name in RUNTIME:
+        (web / name).write_bytes(b"of the runtime")
+    found = InBrowser(file, web)
+    answer = ask(found).json()
+    assert (answer["name"], answer["size"], answer["precision"], answer["classes"]) == ("small", 32, "float32", CLASSES)
+    assert (answer["bytes"], answer["prepares_itself"]) == (file.stat().st_size, False)
+    assert ask(found, "/browser/model.onnx").content == file.read_bytes()
+    assert ask(found, "/browser/ort-wasm-simd-threaded.wasm").headers["content-type"] == "application/wasm"
+    assert ask(found, "/browser/other.wasm").status_code == 404
+
+    (tmp_path / "text.onnx").write_text("no graph")
+    with pytest.raises(ValueError, match=r"cannot load .*text\.onnx"):
+        InBrowser(tmp_path / "text.onnx", web)
+    graph = onnx.load(file)
+    del graph.metadata_props[:]
+    onnx.save(graph, tmp_path / "bare.onnx")
+    with pytest.raises(ValueError, match=r"bare\.onnx does not say how its images are prepared"):
+        InBrowser(tmp_path / "bare.onnx", web)
 
 
 def test_samples_are_offered_by_name_alone(client):

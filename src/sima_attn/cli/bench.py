@@ -103,6 +103,31 @@ def bench_model_command(
     console.print(f"Rows: {out}", highlight=False)
 
 
+@app.command("serve")
+def bench_serve_command(
+    out: Annotated[Path, typer.Option(help="CSV file for the row.")] = Path("benchmarks/results/serve.csv"),
+    model: Annotated[
+        str | None, typer.Option(help="As in `sima serve`.", show_default="the model that it takes by itself")
+    ] = None,
+    clients: Annotated[int, typer.Option(help="Clients at once.", min=1)] = 64,
+    seconds: Annotated[float, typer.Option(help="How long they ask.", min=1.0)] = 120.0,
+) -> None:
+    """Many clients at once against `sima serve`: no 5xx, nobody without an answer, memory flat."""
+    from sima_attn.bench.load import bench_load
+    from sima_attn.bench.rows import write_rows
+    from sima_attn.serve.run import check_installed
+
+    check_installed()
+    with progress_bar() as progress:
+        task = progress.add_task(f"{clients} clients", total=int(seconds))
+        row = bench_load(model=model, clients=clients, seconds=seconds, on_second=lambda: progress.advance(task))
+    write_rows(out, [row])
+    console.print(f"{row.summary()}\nRow: {out}", highlight=False, soft_wrap=True)
+    problem = row.problem()
+    if problem is not None:
+        raise ValueError(f"the server did not hold out: {problem}")
+
+
 @app.command("table")
 def bench_table_command(
     rows_file: Annotated[Path, typer.Argument(help="CSV file that `sima bench cpu` wrote.")] = Path(

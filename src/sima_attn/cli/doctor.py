@@ -213,11 +213,9 @@ def describe_gpu(index: int) -> Gpu:
     """A CUDA device: its size, whether the fused kernels run there, and where their tiles come from."""
     import torch
 
-    from sima_attn.ops.triton_op import why_not
-
     properties = torch.cuda.get_device_properties(index)
     capability = (properties.major, properties.minor)
-    reason = why_not(*torch.zeros(3, 1, 1, 1, 16, device=f"cuda:{index}"))
+    reason = why_no_kernels(f"cuda:{index}")
     if reason is None:
         from sima_attn.ops.triton_tuning import TABLE_CAPABILITY
 
@@ -231,18 +229,29 @@ def describe_gpu(index: int) -> Gpu:
     )
 
 
+def why_no_kernels(device: str) -> str | None:
+    """Why the fused kernels do not run on a device, or None where they do."""
+    import torch
+
+    from sima_attn.ops.triton_op import why_not
+
+    try:
+        return why_not(*torch.zeros(3, 1, 1, 1, 16, device=device))
+    except RuntimeError as error:  # such as a GPU without free memory
+        return first_line(error)
+
+
 def run_checks() -> list[Check]:
     """Every backend on every device: attention and its gradients, in both orders and every dtype, with padding."""
     import torch
 
     from sima_attn.ops.api import BACKENDS
-    from sima_attn.ops.triton_op import why_not
 
     devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     checks = []
     for device in devices:
         for backend in BACKENDS:
-            reason = why_not(*torch.zeros(3, 1, 1, 1, 16, device=device)) if backend == "triton" else None
+            reason = why_no_kernels(device) if backend == "triton" else None
             if reason is not None:
                 checks.append(Check(device, backend, "-", None, None, None, "not here", reason))
                 continue
@@ -258,11 +267,12 @@ def check_backend(device: str, backend: str, dtype: str) -> Check:
     try:
         errors = [order_errors(device, backend, getattr(torch, dtype), order) for order in SHAPES]
     except Exception as error:  # whatever a driver or a compiler comes up with is what we are here to report
-        line = (str(error).strip() or "no message").splitlines()[0]
-        return Check(device, backend, dtype, None, None, largest, "crashed", f"{type(error).__name__}: {line}")
+        return Check(device, backend, dtype, None, None, largest, "crashed", first_line(error))
     forward, gradient = (worst(values) for values in zip(*errors, strict=True))
     if max(forward, gradient) <= largest:
         return Check(device, backend, dtype, forward, gradient, largest, "ok")
+    if math.isinf(max(forward, gradient)):
+        return Check(device, backend, dtype, None, None, largest, "wrong", "numbers that are not finite")
     reason = f"off by {forward:.1e}, gradients by {gradient:.1e}; rounding explains {largest:.0e}"
     return Check(device, backend, dtype, forward, gradient, largest, "wrong", reason)
 
@@ -294,8 +304,13 @@ def order_errors(device: str, backend: str, dtype: "torch.dtype", order: str) ->
 
 
 def worst(errors: Sequence[float]) -> float:
-    """The largest error; NaN counts as infinite, which JSON and a comparison can both be trusted with."""
+    """The largest error; NaN, which compares with nothing, counts as infinite."""
     return max(math.inf if math.isnan(error) else error for error in errors)
+
+
+def first_line(error: Exception) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
 
 
 def shipped_weights() -> tuple[dict[str, str], list[str]]:
@@ -323,7 +338,7 @@ def shipped_weights() -> tuple[dict[str, str], list[str]]:
 
 def as_text(findings: Findings) -> str:
     """The findings as JSON, without the name of the user's home folder."""
-    text = json.dumps(asdict(findings), indent=2)
+    text = json.dumps(asdict(findings), indent=2, allow_nan=False)
     home = str(Path.home())
     return text.replace(home, "~") if len(home) > 1 else text
 

@@ -1,7 +1,5 @@
 """The routes of the page, their headers and their errors."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -66,7 +64,6 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
     429: {"description": "Too many requests wait", "content": ERROR},
     504: {"description": "Out of time", "content": ERROR},
 }
-Size = Annotated[int | None, Query(ge=1, le=4096, description="Pixels; without it as the model was trained.")]
 Number = Annotated[int, Query(ge=0, le=100_000)]
 log = logging.getLogger("sima_attn.serve")
 
@@ -82,6 +79,7 @@ def create_app(
     """The application. `hosts` are the names it answers to, None for any: a page elsewhere cannot pose as ours."""
     limits = limits or Limits()
     gate, looker, offered = Gate(limits), Looker(subject, limits), find_samples(samples)
+    Size = Annotated[int, Query(ge=1, le=4096, description="Pixels.", json_schema_extra={"enum": looker.sizes})]
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -121,17 +119,17 @@ def create_app(
             return await gate.run(looker.facts)
 
     @app.post("/api/analyse", openapi_extra=PHOTO_BODY, responses=REFUSALS)
-    async def analyse(request: Request, size: Size = None) -> Analysis:
+    async def analyse(request: Request, size: Size | None = None) -> Analysis:
         """Five guesses and the maps of every layer; the body is the photo file."""
         return await on_photo(request, lambda photo: looker.analyse(photo, size))
 
     @app.post("/api/effect", openapi_extra=PHOTO_BODY, responses=REFUSALS)
-    async def effect(request: Request, layer: Number, row: Number, column: Number, size: Size = None) -> Effect:
+    async def effect(request: Request, layer: Number, row: Number, column: Number, size: Size | None = None) -> Effect:
         """What one patch takes from the others; the body is the photo file."""
         return await on_photo(request, lambda photo: looker.effect(photo, layer, row, column, size))
 
     @app.post("/api/times", openapi_extra=PHOTO_BODY, responses=REFUSALS)
-    async def times(request: Request, size: Annotated[int, Query(ge=1, le=4096)]) -> Times:
+    async def times(request: Request, size: Size) -> Times:
         """Time of a forward with SimA and with softmax; the body is the photo file."""
         return await on_photo(request, lambda photo: looker.times(photo, size))
 
@@ -161,7 +159,11 @@ def _add_samples(app: FastAPI, offered: Mapping[str, Path], limits: Limits, gate
     @app.get(
         "/api/samples/{name}",
         response_class=Response,
-        responses={200: {"content": {"image/jpeg": {}}}, 404: {"description": "No such sample", "content": ERROR}},
+        responses={
+            200: {"content": {"image/jpeg": {}}},
+            404: {"description": "No such sample", "content": ERROR},
+            **{status: REFUSALS[status] for status in (422, 429, 504)},
+        },
     )
     async def sample(name: str, side: Annotated[int, Query(ge=16, le=1024)] = 1024) -> Response:
         """A photo as JPEG."""

@@ -65,9 +65,10 @@ function draw() {
 function frame(context) {
   const { rows, columns } = grid();
   const width = view.width / columns, height = view.height / rows;
+  const pixel = view.width / view.getBoundingClientRect().width;  // of the screen, in the canvas's own
   for (const [colourOfLine, line] of [["#fff", 4], ["#111", 2]]) {
     context.strokeStyle = colourOfLine;
-    context.lineWidth = line;
+    context.lineWidth = line * pixel;
     context.strokeRect(state.cursor.column * width, state.cursor.row * height, width, height);
   }
 }
