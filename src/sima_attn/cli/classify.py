@@ -100,7 +100,7 @@ def print_classes(title: str, classes: list[tuple[str, float]]) -> None:
 
 @app.command("ship")
 def ship_command(
-    run: Annotated[Path, typer.Argument(help="Folder of a finished run of `sima train`.")],
+    run: Annotated[Path, typer.Argument(help="Folder of a run of `sima train`.")],
     name: Annotated[
         str | None, typer.Argument(help="Model to be pretrained with it.", show_default="the run's model")
     ] = None,
@@ -117,6 +117,7 @@ def ship_command(
 
     from sima_attn.models.pretrained import Card, in_half, save_shipped
     from sima_attn.train.evaluate import evaluate, load_trained
+    from sima_attn.train.logs import read_log
     from sima_attn.train.recipes import to_dict
     from sima_attn.train.run import RunFolder
 
@@ -136,6 +137,7 @@ def ship_command(
         mean=recipe.data.mean,
         std=recipe.data.std,
         recipe=settings,
+        epochs=round(float(read_log(run / "train.csv")[-1]["epoch"]), 1),
         top1=round(result.top1, 2),
         top5=round(result.top5, 2),
         images=result.images,

@@ -31,6 +31,7 @@ class Card:
         size: Side of the images in pixels.
         mean, std: What the channels, in [0, 1], are normalised by.
         recipe: The resolved recipe.
+        epochs: Those that were made of the recipe's.
         top1, top5: Accuracy in percent on `images` val images, of the weights as stored.
         terms: What the weights may be used for.
     """
@@ -40,6 +41,7 @@ class Card:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     recipe: dict[str, Any]
+    epochs: float
     top1: float
     top5: float
     images: int
@@ -82,7 +84,7 @@ def read_card(path: Path) -> Card:
 
     with safe_open(path, "pt") as file:
         about = json.loads((file.metadata() or {}).get(_KEY, "{}"))
-    missing = [name for name in ("classes", "recipe", "top1", "terms") if name not in about]
+    missing = [name for name in ("classes", "recipe", "epochs", "top1", "terms") if name not in about]
     if missing:
         raise ValueError(f"{path} has no {', '.join(missing)} in its metadata: it was not written by `sima ship`")
     return Card(**about)
