@@ -32,7 +32,6 @@ format: $(READY) ## let ruff fix and format
 	.venv/bin/ruff format .
 
 docs: $(READY) ## the documentation as web pages -> site/index.html, every link checked
-	$(UV) pip install --quiet --python .venv/bin/python --group docs
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
 	@echo "site/index.html; to search in it, serve it: .venv/bin/python -m http.server --directory site"
 

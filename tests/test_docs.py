@@ -159,27 +159,34 @@ def test_every_benchmark_is_on_the_page_of_benchmarks():
     assert commands - shown == set()
 
 
-def tables_of_rows() -> dict[str, str]:
-    """File of rows -> the table that the page of benchmarks has of it."""
+def tables_of_rows() -> list[tuple[str, str, str]]:
+    """(page, file of rows, the table that the page has of them)."""
     from sima_attn.bench.cpu import CpuRow
     from sima_attn.bench.demo import COUNTED_TOKENS, DemoRow, TwinRow, twins_table
+    from sima_attn.bench.gpu import FORWARD, TRAINING, GpuRow
+    from sima_attn.bench.model import ModelSpeedRow
     from sima_attn.bench.rows import read_rows
-    from sima_attn.bench.tables import cpu_table, demo_table
+    from sima_attn.bench.tables import cpu_table, demo_table, gpu_summary, gpu_table, model_table
     from sima_attn.export.table_1 import ModelRow, table_1
 
-    tables = {
-        "cpu.csv": cpu_table(read_rows(RESULTS / "cpu.csv", CpuRow), 1),
-        "demo.csv": demo_table(read_rows(RESULTS / "demo.csv", DemoRow), COUNTED_TOKENS),
-        "demo_twins.csv": twins_table(read_rows(RESULTS / "demo_twins.csv", TwinRow)),
-        "table_1.csv": table_1(read_rows(RESULTS / "table_1.csv", ModelRow)),
-    }
-    return {name: table.markdown() for name, table in tables.items()}
+    cpu, gpu = read_rows(RESULTS / "cpu.csv", CpuRow), read_rows(RESULTS / "gpu.csv", GpuRow)
+    tables = [
+        ("docs/benchmarks.md", "cpu.csv", cpu_table(cpu, 1)),
+        ("docs/cpu-speed.md", "cpu.csv", cpu_table(cpu, 2)),
+        ("docs/benchmarks.md", "demo.csv", demo_table(read_rows(RESULTS / "demo.csv", DemoRow), COUNTED_TOKENS)),
+        ("docs/benchmarks.md", "demo_twins.csv", twins_table(read_rows(RESULTS / "demo_twins.csv", TwinRow))),
+        ("docs/benchmarks.md", "table_1.csv", table_1(read_rows(RESULTS / "table_1.csv", ModelRow))),
+        ("README.md", "gpu.csv", gpu_summary(gpu)),
+        ("docs/gpu.md", "gpu.csv", gpu_table(gpu, FORWARD)),
+        ("docs/gpu.md", "gpu.csv", gpu_table(gpu, TRAINING)),
+        ("docs/gpu.md", "model.csv", model_table(read_rows(RESULTS / "model.csv", ModelSpeedRow))),
+    ]
+    return [(page, name, table.markdown()) for page, name, table in tables]
 
 
-def test_the_tables_of_benchmarks_are_the_rows():
-    page = (DOCS / "benchmarks.md").read_text()
-    for name, table in tables_of_rows().items():
-        assert table in page, f"docs/benchmarks.md has another table of {name} than\n{table}"
+def test_the_tables_of_the_pages_are_the_rows():
+    for page, name, table in tables_of_rows():
+        assert table in (REPOSITORY / page).read_text(), f"{page} has another table of {name} than\n{table}"
 
 
 def test_every_public_name_is_in_the_reference_and_exists():

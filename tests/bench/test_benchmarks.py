@@ -1,4 +1,4 @@
-"""The benchmarks run on small shapes, refuse wrong results, and the README shows what the rows hold."""
+"""The benchmarks run on small shapes, refuse wrong results, and have rows of every case."""
 
 import re
 from dataclasses import replace
@@ -11,7 +11,7 @@ from sima_attn.bench import cpu, demo
 from sima_attn.bench.cpu import CASES, Case, CpuRow, bench_cpu
 from sima_attn.bench.figures import plot_time_against_tokens
 from sima_attn.bench.rows import read_rows
-from sima_attn.bench.tables import cpu_table, demo_table
+from sima_attn.bench.tables import cpu_table
 from sima_attn.nn import ATTENTIONS
 
 REPOSITORY = Path(__file__).parents[2]
@@ -78,16 +78,6 @@ def test_committed_rows_cover_every_case_on_one_and_two_threads():
         for threads in (1, 2)
         for case in CASES
     }
-
-
-@pytest.mark.parametrize(("threads", "page"), [(1, "README.md"), (2, "docs/cpu-speed.md")])
-def test_the_tables_of_the_docs_are_made_of_the_committed_rows(threads, page):
-    assert cpu_table(committed_rows(), threads).markdown() in (REPOSITORY / page).read_text()
-
-
-def test_the_demo_table_of_the_readme_is_made_of_the_committed_rows():
-    rows = read_rows(REPOSITORY / "benchmarks" / "results" / "demo.csv", demo.DemoRow)
-    assert demo_table(rows, demo.COUNTED_TOKENS).markdown() in (REPOSITORY / "README.md").read_text()
 
 
 def test_a_table_of_threads_that_were_not_measured_is_an_error():

@@ -12,7 +12,7 @@ from sima_attn.bench.figures import plot_gpu
 from sima_attn.bench.gpu import CASES, FIGURE_CASES, FORWARD, TENSORS, TRAINING, GpuCase, GpuRow, bench_gpu
 from sima_attn.bench.model import SIZES, TWINS, ModelSpeedRow, Size, bench_models
 from sima_attn.bench.rows import read_rows, write_rows
-from sima_attn.bench.tables import gpu_table, model_table
+from sima_attn.bench.tables import gpu_summary, gpu_table, model_table
 
 METHODS = [("flash", False), ("cudnn", False), ("sima", False)]
 MORE = [("paper", False), ("paper", True), ("xca", False), ("elu", False)]
@@ -37,6 +37,8 @@ def test_the_table_has_a_line_for_each_shape_that_all_methods_ran(tmp_path):
     assert dict(zip(table.header, table.lines[0], strict=True))["SimA"] == "51.3"
     assert dict(zip(table.header, table.lines[0], strict=True))["of the limit"] == "70%"
     assert gpu_table(rows, TRAINING).lines == []
+    # Without rows of training the summary has none.
+    assert gpu_summary(rows).lines == [["256, 196, 6, 64", *["51.3"] * 4, "1.50x", *"----"]]
 
 
 def test_the_figure_is_drawn_from_rows(tmp_path):

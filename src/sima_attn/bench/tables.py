@@ -103,6 +103,34 @@ def gpu_table(rows: Sequence[GpuRow], direction: str) -> TextTable:
     return TextTable(header, lines, bold=set())
 
 
+def gpu_summary(rows: Sequence[GpuRow]) -> TextTable:
+    """The measured shapes at a glance: softmax's two kernels, the paper's code and SimA, forward and in training."""
+    from sima_attn.bench.gpu import FORWARD, TRAINING
+
+    times: dict[tuple[int, int, int, int], dict[tuple[str, str], GpuRow]] = {}
+    for row in rows:
+        if not row.compiled:
+            times.setdefault((row.B, row.N, row.H, row.D), {})[row.method, row.direction] = row
+    header = ["B, N, H, D", "flash", "cuDNN", "paper's code", "SimA", "speed"]
+    header += ["training: flash", "cuDNN", "SimA", "speed"]
+    lines = []
+    for shape, found in times.items():
+        if ("paper", FORWARD) not in found:
+            continue
+        methods = [("flash", FORWARD), ("cudnn", FORWARD), ("paper", FORWARD), ("sima", FORWARD)]
+        trained = [("flash", TRAINING), ("cudnn", TRAINING), ("sima", TRAINING)]
+        lines.append(
+            [
+                ", ".join(map(str, shape)),
+                *(_us(found[key].p50_us) for key in methods),
+                _times(found["sima", FORWARD]),
+                *(_us(found[key].p50_us) if key in found else "-" for key in trained),
+                _times(found.get(("sima", TRAINING))),
+            ]
+        )
+    return TextTable(header, lines, bold=set())
+
+
 def model_table(rows: Sequence[ModelSpeedRow]) -> TextTable:
     """Images a second of each model and its SimA twin, as CUDA graphs; `called` is the speed without them."""
     header = ["model", "px, batch", "", "twin", "SimA", "speed", "goal", "called", "twin, MiB", "SimA, MiB"]
