@@ -53,3 +53,13 @@ def test_every_attention_agrees_with_the_cpu(name):
     x = torch.randn(2, 64, 24, dtype=torch.float64)
     expected = module(x)
     assert_close(module.cuda()(x.cuda()).cpu(), expected, 1e-9)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_tensors_on_another_device_than_the_current_one():
+    q, k, v = (t.to("cuda:1").requires_grad_() for t in packed_qkv(torch.bfloat16))
+    with torch.cuda.device(0):
+        out = sima_attention(q, k, v)
+        out.sum().backward()
+    assert out.device == q.grad.device == q.device
+    assert_close(out.float().cpu(), sima_attention(q.float().cpu(), k.float().cpu(), v.float().cpu()), bound=1e-2)

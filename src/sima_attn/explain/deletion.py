@@ -5,13 +5,16 @@ a blur of the image and sharpens them. (With the same cover for both, insertion 
 the map is right, hiding the patches with the highest scores lowers the class faster than
 hiding random ones, and hiding the lowest-scored does so more slowly.
 
-Shapes: B images, K classes, G patches of the grid.
+Shapes: B images, K classes, G patches of the grid; curves [B, fractions, 2]: probability of the right class, and
+whether it came first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +23,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sima_attn.explain.reading import read_attention
+from sima_attn.explain.reading import PARTS, read_attention
 from sima_attn.explain.subject import Subject
 from sima_attn.train.data.loader import evaluation_transform
 from sima_attn.train.data.sources import Source, open_data
 from sima_attn.train.recipes import Data
 
 MODES = ("deletion", "insertion")
-ORDERS = ("highest first", "random", "lowest first")
+HIGHEST, RANDOM, LOWEST = ORDERS = ("highest first", "random", "lowest first")
 BLUR = 4
-FRACTIONS = tuple(i / 10 for i in range(11))
+STEPS = 10
 
 
 @dataclass(frozen=True)
 class DeletionRow:
-    """Images with a share of their patches hidden (deletion) or sharpened (insertion), in one order.
+    """Images with a share of their patches hidden (deletion) or sharpened (insertion), in one order of one map.
 
-    `probability` is the mean of the right class, `top1` the per cent of images classified rightly, and
-    `area` the mean probability of the whole curve: the lower, the faster it falls.
+    `layer` counts from 0. `probability` is the mean of the right class, `top1` the per cent of images classified
+    rightly, and `area` the mean probability of the whole curve: the lower, the faster it falls. `over_random` is
+    the mean over the images of its area less that of the random order, and `error` the standard error of that mean.
     """
 
     model: str
@@ -50,60 +54,125 @@ class DeletionRow:
     probability: float
     top1: float
     area: float
+    over_random: float
+    error: float
 
 
 @torch.no_grad()
 def deletion_test(
     model: nn.Module,
-    batches: Iterator[tuple[Tensor, Tensor]] | Sequence[tuple[Tensor, Tensor]],
+    batches: Iterable[tuple[Tensor, Tensor]],
     *,
-    of: str = "k",
-    layer: int = -1,
-    fractions: Sequence[float] = FRACTIONS,
+    of: Sequence[str] = PARTS,
+    layers: Sequence[int] | None = (-1,),
+    steps: int = STEPS,
     seed: int = 0,
     name: str | None = None,
-    on_batch: Callable[[int], object] = lambda images: None,
+    on_map: Callable[[int], object] = lambda images: None,
 ) -> list[DeletionRow]:
-    """Rows for both modes and the three orders over batches of (images [B, 3, h, w], labels [B]).
+    """Rows for each map, both modes and the three orders over batches of (images [B, 3, h, w], labels [B]).
 
     Hidden means 0, the mean colour of normalised images; before it is sharpened, a patch is what is left of it in
     the image averaged down to BLUR x BLUR places. A patch is a cell of the layer's token grid.
+
+    Args:
+        of: "q", "k" or both.
+        layers: Their numbers, from 0, or from the end if negative; None for all.
+        steps: From none of the patches to all of them.
+        on_map: Called with the number of images whenever a map of a batch is done.
     """
-    fractions = _checked(fractions)
+    if steps < 1:
+        raise ValueError(f"steps must be 1 or more, got {steps}")
     model.eval()
-    sums = np.zeros((len(MODES), len(ORDERS), len(fractions), 2))
-    count, generator = 0, torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
+    found: dict[tuple[int, str, str, str], list[np.ndarray]] = defaultdict(list)
     for images, labels in batches:
         reading = read_attention(model, images)
-        scores = reading.layer(layer).scores(of).cpu()  # [B, rows, columns]
-        images = images.to(reading.output.device)
-        covers = {"deletion": torch.zeros_like(images), "insertion": _blurred(images)}
-        for j, ranks in enumerate(_rankings(scores, generator)):
-            for f, fraction in enumerate(fractions):
-                chosen = _cells_to_pixels(ranks < round(fraction * ranks[0].numel()), images, reading.share)
-                for i, mode in enumerate(MODES):
-                    shown = ~chosen if mode == "deletion" else chosen
-                    sums[i, j, f] += _right(model, torch.where(shown, images, covers[mode]), labels)
-        count += len(images)
-        on_batch(len(images))
-    if not count:
-        raise ValueError("there are no images to test on")
-    means = sums / count
-    facts: dict[str, Any] = {"model": name or type(model).__name__, "of": of, "layer": layer, "images": count}
-    return [
-        DeletionRow(
-            mode=mode,
-            order=order,
-            fraction=fraction,
-            probability=round(means[i, j, f, 0], 6),
-            top1=round(100 * means[i, j, f, 1], 3),
-            area=round(float(np.trapezoid(means[i, j, :, 0], fractions)), 6),
-            **facts,
-        )
-        for i, mode in enumerate(MODES)
-        for j, order in enumerate(ORDERS)
-        for f, fraction in enumerate(fractions)
-    ]
+        watch = _Watch(model, images.to(reading.output.device), labels.to(reading.output.device), reading.share, steps)
+        by_chance: dict[torch.Size, dict[str, np.ndarray]] = {}  # one for all maps of the same grid
+        depth = len(reading.layers)
+        for number in range(depth) if layers is None else layers:
+            for part in of:
+                scores = reading.layer(number).scores(part).cpu()  # [B, rows, columns]
+                if scores.shape not in by_chance:
+                    by_chance[scores.shape] = watch.curves(torch.rand(scores.shape, generator=generator))
+                for order, curves in zip(
+                    ORDERS, (watch.curves(scores), by_chance[scores.shape], watch.curves(-scores)), strict=True
+                ):
+                    for mode in MODES:
+                        found[number % depth, part, mode, order].append(curves[mode])
+                on_map(len(images))
+    if not found:
+        raise ValueError("there are no images to test on, or no map was asked for")
+    return _rows({key: np.concatenate(parts) for key, parts in found.items()}, name or type(model).__name__)
+
+
+@dataclass(frozen=True)
+class _Watch:
+    """A model that is shown a batch of images with more and more of their patches changed."""
+
+    model: nn.Module
+    images: Tensor
+    labels: Tensor
+    share: tuple[float, float]
+    steps: int
+
+    def curves(self, scores: Tensor) -> dict[str, np.ndarray]:
+        """By mode, the curve [B, steps + 1, 2] with the highest of the scores [B, rows, columns] first."""
+        ranks = (-scores).flatten(1).argsort(dim=1, stable=True).argsort(dim=1).view_as(scores)
+        patches = ranks[0].numel()
+        whole, nothing, blurred = self._ends
+        inner: dict[str, list[np.ndarray]] = {mode: [] for mode in MODES}
+        for step in range(1, self.steps):
+            first = _cells_to_pixels(ranks < round(step / self.steps * patches), self.images, self.share)
+            inner["deletion"].append(self._right(self.images.masked_fill(first, 0)))
+            inner["insertion"].append(self._right(torch.where(first, self.images, _blurred(self.images))))
+        return {
+            "deletion": np.stack([whole, *inner["deletion"], nothing], axis=1),
+            "insertion": np.stack([blurred, *inner["insertion"], whole], axis=1),
+        }
+
+    @cached_property
+    def _ends(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The images, what is left when all is hidden, and what there is before anything is sharpened."""
+        return tuple(map(self._right, (self.images, torch.zeros_like(self.images), _blurred(self.images))))
+
+    def _right(self, images: Tensor) -> np.ndarray:
+        """Probability of the right class, and whether it came first [B, 2]."""
+        output = self.model(images.to(next(self.model.parameters())))
+        logits = getattr(output, "logits", output).float()  # [B, K]
+        right = logits.softmax(1).gather(1, self.labels[:, None])[:, 0]
+        return torch.stack([right, (logits.argmax(1) == self.labels).to(right)], dim=1).cpu().numpy()
+
+
+def _rows(curves: dict[tuple[int, str, str, str], np.ndarray], model: str) -> list[DeletionRow]:
+    """Curves [images, steps + 1, 2] by layer, part, mode and order -> rows."""
+    rows = []
+    for (layer, part, mode, order), curve in curves.items():
+        images, fractions = len(curve), np.linspace(0, 1, curve.shape[1])
+        areas = np.trapezoid(curve[..., 0], fractions, axis=1)  # [images]
+        gaps = areas - np.trapezoid(curves[layer, part, mode, RANDOM][..., 0], fractions, axis=1)
+        facts: dict[str, Any] = {
+            "images": images,
+            "area": round(float(areas.mean()), 6),
+            "over_random": round(float(gaps.mean()), 6),
+            "error": round(float(gaps.std(ddof=1) / images**0.5), 6) if images > 1 else float("nan"),
+        }
+        for fraction, (probability, right) in zip(fractions, curve.mean(axis=0), strict=True):
+            rows.append(
+                DeletionRow(
+                    model=model,
+                    mode=mode,
+                    order=order,
+                    of=part,
+                    layer=layer,
+                    fraction=round(float(fraction), 6),
+                    probability=round(float(probability), 6),
+                    top1=round(100 * float(right), 3),
+                    **facts,
+                )
+            )
+    return rows
 
 
 def validation_batches(
@@ -139,21 +208,6 @@ def _three(values: tuple[float, ...]) -> tuple[float, float, float]:
     return red, green, blue
 
 
-def _checked(fractions: Sequence[float]) -> list[float]:
-    ordered = [float(f) for f in fractions]
-    if len(ordered) < 2 or ordered != sorted(set(ordered)) or ordered[0] != 0 or ordered[-1] != 1:
-        raise ValueError(f"fractions must grow from 0 to 1, got {list(fractions)}")
-    return ordered
-
-
-def _rankings(scores: Tensor, generator: torch.Generator) -> list[Tensor]:
-    """For each order of ORDERS, the place of every patch in it [B, rows, columns]."""
-    flat = scores.flatten(1)  # [B, G]
-    chance = torch.rand(flat.shape, generator=generator)
-    by_order = {"highest first": -flat, "random": chance, "lowest first": flat}
-    return [by_order[order].argsort(dim=1, stable=True).argsort(dim=1).view_as(scores) for order in ORDERS]
-
-
 def _cells_to_pixels(cells: Tensor, images: Tensor, share: tuple[float, float]) -> Tensor:
     """Cells [B, rows, columns] -> the pixels they cover [B, 1, height, width]."""
     height, width = images.shape[2:]
@@ -165,12 +219,3 @@ def _cells_to_pixels(cells: Tensor, images: Tensor, share: tuple[float, float]) 
 def _blurred(images: Tensor) -> Tensor:
     small = F.adaptive_avg_pool2d(images, BLUR)
     return F.interpolate(small, size=images.shape[2:], mode="bilinear", align_corners=False)
-
-
-def _right(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, float]:
-    """Summed probability of the right class, and how many images are classified rightly."""
-    output = model(images.to(next(model.parameters())))
-    logits = getattr(output, "logits", output).float()  # [B, K]
-    labels = labels.to(logits.device)
-    right = logits.softmax(1).gather(1, labels[:, None])
-    return float(right.sum()), float((logits.argmax(1) == labels).sum())

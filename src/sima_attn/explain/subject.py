@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 UNTRAINED = "has no trained weights: what it shows is chance"
+DEFAULT = "sima_xcit_mini_p4_64_relu"
 DEFAULT_UNTRAINED = "sima_deit_tiny_patch16_224"
 
 
@@ -37,8 +38,9 @@ class Subject:
         multiple: What the sides of an image should be multiples of.
         any_size: It takes images of other sizes than `size`.
         any_shape: It takes images that are not square; for others a photo is squeezed.
-        classes: Their names, None where they are not known.
+        classes: Their names in the data, None where they are not known.
         trained: False where the weights are random.
+        words: Class -> what to call it, where that is another word.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Subject:
     any_shape: bool
     classes: list[str] | None
     trained: bool
+    words: dict[str, str] = field(default_factory=dict)
 
     def input_size(self, width: int, height: int, size: int | None = None) -> tuple[int, int]:
         """(height, width) at which a photo enters: about as many tokens as in training, the shape of the photo.
@@ -79,8 +82,10 @@ class Subject:
         return (pixels - mean) / std
 
     def class_name(self, k: int) -> str:
-        """The name of a class, or its number."""
-        return self.classes[k] if self.classes is not None else f"class {k}"
+        """What to call a class: its word, its name, or its number."""
+        if self.classes is None:
+            return f"class {k}"
+        return self.words.get(self.classes[k], self.classes[k])
 
 
 def open_photo(path: str | Path) -> Image:
@@ -118,8 +123,9 @@ def shipped_models() -> list[str]:
 
 
 def default_model() -> str:
-    """The first model with weights, or a small one without."""
-    return next(iter(shipped_models()), DEFAULT_UNTRAINED)
+    """The model that is meant for it, else the first one with weights, else a small one without."""
+    shipped = shipped_models()
+    return DEFAULT if DEFAULT in shipped else next(iter(shipped), DEFAULT_UNTRAINED)
 
 
 def load_subject(what: str | Path | None = None, *, device: str = "cpu") -> Subject:
@@ -216,6 +222,7 @@ def subject_of(
         any_shape=_runs(model, 4 * multiple, 3 * multiple),
         classes=classes or _class_names(cfg, getattr(model, "num_classes", 0)),
         trained=trained,
+        words=cfg.get("label_descriptions") or {},
     )
 
 
@@ -237,8 +244,7 @@ def _class_names(cfg: dict[str, Any], K: int) -> list[str] | None:
     """Names that the configuration has, or ImageNet's where there are its thousand."""
     names = cfg.get("label_names")
     if names and len(names) == K:
-        described = cfg.get("label_descriptions") or {}
-        return [described.get(one, one) for one in names]
+        return list(names)
     if K == 1000:
         from timm.data import ImageNetInfo
 

@@ -9,6 +9,7 @@ Shapes: B batch, H heads, N query tokens, M key tokens, D channels a head, Dv va
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 
@@ -127,7 +128,8 @@ def _heads_last(like: Tensor, channels: int) -> Tensor:
 def _run_forward(q, k, v, o, query_mask, key_mask, gains, gain, eps, order, keep) -> tuple[Tensor, Tensor]:
     from sima_attn.ops.triton_launch import Options, forward
 
-    state, norms = forward(q, k, v, o, Options(query_mask, key_mask, gains, gain, eps), order=order, keep=keep)
+    with _device_of(q):
+        state, norms = forward(q, k, v, o, Options(query_mask, key_mask, gains, gain, eps), order=order, keep=keep)
     kept = (state, norms) if keep else (None, None)
     state, norms = (q.new_empty(0, dtype=torch.float32) if t is None else t for t in kept)
     return state, norms
@@ -140,7 +142,14 @@ def _run_backward(grads, tensors, state, norms, query_mask, key_mask, gains, gai
     if grad.stride(3) != 1:  # such as the expanded gradient of a sum
         grad = grad.contiguous()
     state = state if state.numel() else None
-    backward((q, k, v, grad, *grads), state, norms, Options(query_mask, key_mask, gains, gain, eps))
+    with _device_of(q):
+        backward((q, k, v, grad, *grads), state, norms, Options(query_mask, key_mask, gains, gain, eps))
+
+
+def _device_of(q: Tensor) -> contextlib.AbstractContextManager:
+    """Triton launches on the current device, which need not be the tensors'."""
+    elsewhere = q.is_cuda and q.device.index != torch.cuda.current_device()
+    return torch.cuda.device(q.device) if elsewhere else contextlib.nullcontext()
 
 
 def _fake_kept(q: Tensor, v: Tensor, order: str, keep: bool) -> tuple[Tensor, Tensor]:
