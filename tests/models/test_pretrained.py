@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import timm
@@ -10,7 +11,7 @@ from PIL import Image
 from safetensors import safe_open
 from typer.testing import CliRunner
 
-from sima_attn import cli
+from sima_attn import assert_exp_free, cli
 from sima_attn.explain import subject
 from sima_attn.models import pretrained
 from sima_attn.models.pretrained import Card, in_half, read_card, save_shipped, weights_file
@@ -22,6 +23,7 @@ from sima_attn.train.recipes import Augment, Data, Model, Optim, Recipe, Run, Sc
 
 NAME = "sima_xcit_mini_p4_64_relu"
 CLASSES = ("n01", "n02", "n03")
+TINY_IMAGENET = Path(__file__).parents[3] / "shared" / "data" / "tiny-imagenet-100"
 
 
 def sima(*arguments, code=0):
@@ -70,6 +72,7 @@ def card():
         "mean": (0.5,) * 3,
         "std": (0.5,) * 3,
         "recipe": {},
+        "epochs": 1.0,
         "top1": 1.0,
         "top5": 2.0,
         "images": 3,
@@ -139,7 +142,7 @@ def test_half_precision_keeps_vectors_and_refuses_what_overflows():
 
 
 def test_a_foreign_file_has_no_card(run, tmp_path):
-    with pytest.raises(ValueError, match="has no top1, terms in its metadata"):
+    with pytest.raises(ValueError, match="has no epochs, top1, terms in its metadata"):
         read_card(run[0] / "run" / "weights.safetensors")
 
 
@@ -194,3 +197,31 @@ def test_the_files_in_the_package_are_those_of_registered_models():
         model = timm.create_model(path.stem, pretrained=True)
         assert model.num_classes == len(read_card(path).classes)
         assert path.stem in timm.list_models(pretrained=True)
+
+
+def test_the_package_has_weights_that_need_no_exp():
+    model = timm.create_model(NAME, pretrained=True).eval()
+    card = read_card(weights_file(NAME))
+    assert card.top1 > 58
+    assert "research" in card.terms
+    assert model.num_classes == len(card.classes) == len(card.words) == 100
+    assert card.recipe["name"] == "shipped"
+    assert "/" not in card.recipe["data"]["path"]
+    assert weights_file(NAME).stat().st_size < 12_000_000
+    assert_exp_free(model)
+
+
+@pytest.mark.skipif(not TINY_IMAGENET.is_dir(), reason="Tiny ImageNet is not here")
+def test_the_weights_know_what_their_card_says():
+    """The first 200 val images hold the accuracy of all 5,000 within four deviations of such a sample."""
+    card = read_card(weights_file(NAME))
+    loaded = load_trained(NAME)
+    source = open_data(TINY_IMAGENET, "val")
+    transform = evaluation_transform(loaded.data)
+    chosen = range(0, len(source), len(source) // 200)
+    images = torch.stack([transform(source.read(i)) for i in chosen])
+    with torch.inference_mode():
+        guesses = torch.cat([loaded.model.eval()(part).argmax(1) for part in images.split(50)])
+    assert source.classes == card.classes
+    top1 = 100 * (guesses.numpy() == source.labels[list(chosen)]).mean()
+    assert abs(top1 - card.top1) < 4 * (card.top1 * (100 - card.top1) / len(chosen)) ** 0.5
