@@ -188,6 +188,28 @@ def learning_rates(
     return scheduler
 
 
+class Average(ModelEmaV3):
+    """timm's moving average of a model's weights, of the plain module: the wrapped one shares its parameters.
+
+    timm walks through all modules at every step, for which the device would wait. Here the pairs are found once;
+    they are views of the weights and stay so.
+    """
+
+    def __init__(self, model: nn.Module, decay: float, *, warmup: bool) -> None:
+        super().__init__(model, decay=decay, use_warmup=warmup)
+        pairs = list(zip(self.module.state_dict().values(), model.state_dict().values(), strict=True))
+        self.moved = [pair for pair in pairs if pair[0].is_floating_point()]
+        self.copied = [pair for pair in pairs if not pair[0].is_floating_point()]
+
+    @torch.no_grad()
+    def follow(self, step: int) -> None:
+        """Move towards the weights after so many steps."""
+        averages, weights = zip(*self.moved, strict=True)
+        torch._foreach_lerp_(averages, weights, weight=1 - self.get_decay(step if self.use_warmup else None))
+        for average, weight in self.copied:  # counters
+            average.copy_(weight)
+
+
 class _Loop:
     def __init__(
         self,
@@ -215,13 +237,13 @@ class _Loop:
             weight_decay=self.optim.weight_decay,
             betas=self.optim.betas,
             eps=self.optim.eps,
+            **_one_kernel(self.optim.name, self.run.precision, fabric.device),
         )
         self.scheduler = learning_rates(optimizer, self.schedule, lr, task.steps_per_epoch)
         task.model.to(fabric.device)
         for kept in task.state().values():
             kept.to(fabric.device)
-        # Averages are of the plain module: the wrapped one shares its parameters.
-        self.ema = ModelEmaV3(task.model, decay=self.run.ema, use_warmup=self.run.ema_warmup) if self.run.ema else None
+        self.ema = Average(task.model, self.run.ema, warmup=self.run.ema_warmup) if self.run.ema else None
         module: Any = torch.compile(task.model) if self.run.compile else task.model
         self.model, self.optimizer = fabric.setup(module, optimizer)
         self.step = 0
@@ -270,6 +292,7 @@ class _Loop:
         self.board = board
         self.started = self.saved_at = self.logged_at = time.monotonic()
         self.progress.start(self.step, self.total)
+        self.model.train()
         batches = iter(self.task.batches(self.step, self.total))
         while self.step < self.total:
             self.one_step(batches)
@@ -286,7 +309,6 @@ class _Loop:
     def one_step(self, batches: Iterator[Any]) -> None:
         self.scheduler.step_update(self.step)
         self.task.before_step(self.step, self.optimizer.param_groups)
-        self.model.train()
         parts = self.run.accumulate
         mine = [next(batches) for _ in range(parts)]
         sums: dict[str, Tensor] = {}
@@ -312,7 +334,7 @@ class _Loop:
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         if self.ema:
-            self.ema.update(self.task.model, step=self.step if self.run.ema_warmup else None)
+            self.ema.follow(self.step)
         self.task.after_step(self.step)
         self.log(means)
 
@@ -354,6 +376,7 @@ class _Loop:
         metrics = self.task.evaluate(self.task.model)
         if self.ema:
             metrics |= {f"ema_{name}": value for name, value in self.task.evaluate(self.ema.module).items()}
+        self.model.train()
         self.metrics = metrics
         epoch = self.step / self.task.steps_per_epoch
         row = {"step": self.step, "epoch": round(epoch, 4), **metrics}
@@ -400,6 +423,11 @@ class _Loop:
             f"The checkpoints from before are in {self.folder.checkpoints}; a lower optim.lr, optim.clip or "
             "run.precision=fp32 may help"
         )
+
+
+def _one_kernel(name: str, precision: str, device: torch.device) -> dict[str, Any]:
+    """AdamW on a GPU as one kernel. Not with fp16, whose gradients must be unscaled before they are clipped."""
+    return {"fused": True} if name == "adamw" and device.type == "cuda" and precision != "fp16" else {}
 
 
 def first_non_finite(model: nn.Module, forward: Callable[[], Any]) -> tuple[Any, str]:
