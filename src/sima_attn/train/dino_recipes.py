@@ -117,28 +117,26 @@ class DinoRecipe:
 
 
 def digits() -> DinoRecipe:
-    """A small SimA transformer on scikit-learn's digits: under a minute on one CPU core."""
+    """A small SimA transformer on scikit-learn's digits: 20-NN 93 %, random weights 88 %; a minute on one CPU core."""
     vit = {
         "img_size": 16,
-        "patch_size": 4,
         "embed_dim": 64,
         "depth": 2,
         "num_heads": 4,
         "mlp_ratio": 2,
-        "class_token": False,
-        "global_pool": "avg",
+        "local_mixer": True,  # without it 20-NN stays at 68 %, where random weights have it
         "weight_init": "jax",
     }
     return DinoRecipe(
         name="digits",
-        model=Model("sima_deit_tiny_patch16_224", "sima", kwargs=vit),
+        model=Model("sima_vit_mini_patch4_64", "sima", kwargs=vit),
         data=Data("digits", size=16, mean=(0.3, 0.3, 0.3), std=(0.37, 0.37, 0.37), workers=0, cache=True),
         # Digits have no colours, and their mirror images are no digits.
         crops=Crops(
-            global_scale=(0.6, 1.0),
+            global_scale=(0.4, 1.0),
             local_count=2,
             local_size=8,
-            local_scale=(0.3, 0.6),
+            local_scale=(0.15, 0.5),
             flip=0.0,
             jitter=0.0,
             grey=0.0,
@@ -150,11 +148,11 @@ def digits() -> DinoRecipe:
             hidden_dim=256,
             bottleneck_dim=64,
             freeze_last_layer=2,
-            momentum=0.98,
+            momentum=0.99,
             weight_decay_end=0.1,
             collapse_steps=50,
         ),
-        optim=Optim(lr=1e-3, lr_batch=0, weight_decay=0.04),
+        optim=Optim(lr=2e-3, lr_batch=0, weight_decay=0.04),
         schedule=Schedule(epochs=20, warmup_epochs=3, warmup_lr=0.0, min_lr=1e-6),
         run=Run(batch=64, log_steps=22, eval_epochs=5, threads=1),
         probe=Probe(lr=0.1, batch=128),
