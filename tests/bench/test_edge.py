@@ -23,8 +23,10 @@ from sima_attn.bench.paper_edge import (
 )
 from sima_attn.bench.rows import read_rows, write_rows
 from sima_attn.cli import export
-from sima_attn.export.quantize import QuantizeReport
+from sima_attn.export import runtimes
+from sima_attn.export.quantize import FileRow, metadata_of
 from sima_attn.export.runtimes import installed_runtimes
+from sima_attn.models.pretrained import weights_file
 
 needs_onnx = pytest.mark.skipif("onnxruntime" not in installed_runtimes(), reason="needs onnxruntime")
 TINY = {"depth": 1, "embed_dim": 48, "num_heads": 3, "num_classes": 5}
@@ -40,7 +42,7 @@ def rows(tmp_path_factory):
     steps = []
     list(bench_edge(folder, **options, seconds=0.0, on_step=steps.append, **TINY))
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before  # files are taken as they are
-    assert steps == ["deit_tiny, 32 px, 1 threads"]
+    assert steps == ["memory of deit_tiny, 32 px", "deit_tiny, 32 px, 1 thread"]
     return found
 
 
@@ -75,13 +77,29 @@ def test_rows_make_a_table_and_a_figure(rows, tmp_path):
 
 
 def test_goals_are_those_asked_for():
-    deit, xcit = edge.FAMILIES["deit_tiny"], edge.FAMILIES["xcit_tiny"]
+    deit, xcit, shipped = (edge.FAMILIES[name] for name in ("deit_tiny", "xcit_tiny", "xcit_mini"))
     assert deit.goal("softmax", "fp32", 512) == 0
     assert deit.goal("sima", "fp32", 512) == 1.4
     assert (deit.goal("sima", "fp32", 224), deit.goal("sima + relu", "fp32", 224)) == (1.05, 1.08)
     assert deit.goal("sima + relu", "int8", 224) == 2.5
     assert deit.goal("sima", "int8", 224) == 0
     assert xcit.goal("sima", "fp32", 224) == 1.0
+    assert (shipped.goal("sima + relu", "fp32", 64), shipped.goal("sima + relu", "fp32", 128)) == (1.08, 1.4)
+
+
+def test_the_model_with_weights_stands_beside_its_softmax_twin():
+    family = edge.FAMILIES["xcit_mini"]
+    twin, sima, shipped = (
+        timm.create_model(name, **{**options, "pretrained": False}) for _, name, options in family.variants.values()
+    )
+    assert type(twin.blocks[0].attn).__name__ == "SoftmaxAttention"
+    assert type(sima.blocks[0].attn).__name__ == "SimAttention"
+    assert [p.shape for p in twin.parameters()] == [p.shape for p in sima.parameters()]
+    assert family.variants["sima + relu"].options["pretrained"]
+    assert weights_file(family.variants["sima + relu"].name).is_file()
+    assert isinstance(shipped.blocks[0].mlp.act, torch.nn.ReLU)
+    called = [variant.called for family in edge.FAMILIES.values() for variant in family.variants.values()]
+    assert len(set(called)) == len(called)  # each has a file of its own
 
 
 def test_a_wrong_result_is_not_timed(rows, monkeypatch):
@@ -107,7 +125,7 @@ def test_unknown_choices_are_said(tmp_path):
 def test_memory_that_cannot_be_measured_is_an_error(tmp_path):
     pytest.importorskip("onnxruntime")
     with pytest.raises(RuntimeError, match="could not be measured"):
-        peak_mib(tmp_path / "none.onnx", "onnxruntime", 1)
+        peak_mib(tmp_path / "none.onnx", "onnxruntime")
 
 
 def test_table_3_runs_at_its_own_shapes_and_prints_the_paper_beside():
@@ -173,8 +191,9 @@ def test_export_quantise_and_audit_from_the_command_line(tmp_path, monkeypatch):
     load = export.load_model
 
     def small(what, *rest):
-        _, side, prepare, names, weights = load(what, *rest)
-        return timm.create_model(what, img_size=side, **TINY), side, prepare, names, weights
+        name = what if timm.is_model(what) else "sima_deit_tiny_patch16_224_relu"
+        _, side, prepare, _, weights = load(name, *rest[:-1], 32)
+        return timm.create_model(name, img_size=side, **TINY), side, prepare, None, weights
 
     monkeypatch.setattr(export, "load_model", small)
     (tmp_path / "labels.txt").write_text("\n".join(f"class {k}" for k in range(5)))
@@ -189,13 +208,21 @@ def test_export_quantise_and_audit_from_the_command_line(tmp_path, monkeypatch):
     for i in range(32):
         noise = np.random.default_rng(i).integers(0, 256, (40, 50, 3), dtype=np.uint8)
         image.fromarray(noise).save(tmp_path / "photos" / f"{i}.png")
-    out = sima(
-        *("quantize", tmp_path / "m.onnx", "--data", tmp_path / "photos", "--compare", 8),
-        *("--rows", tmp_path / "rows.csv"),
-    )
-    assert "m.int8.onnx" in out
-    (row,) = read_rows(tmp_path / "rows.csv", QuantizeReport)
-    assert (row.calibration_images, row.compared_images, row.exp_like_nodes) == (32, 8, 0)
+    rows = tmp_path / "rows.csv"
+    common = ("--data", tmp_path / "photos", "--compare", 8, "--rows", rows)
+    out = sima("quantize", tmp_path / "m.onnx", *common)
+    assert "int8 against float32" in out
+    full, small_one = read_rows(rows, FileRow)
+    assert (full.format, full.images, full.data) == ("fp32", 8, "photos")
+    assert (small_one.file, small_one.calibration_images, small_one.exp_like_nodes) == ("m.int8.onnx", 32, 0)
+
+    # A run's folder is exported first; its rows join those of the other model, and a second time replace their own.
+    run = tmp_path / "a-run"
+    run.mkdir()
+    for _ in range(2):
+        sima("quantize", run, *common)
+        assert [row.model for row in read_rows(rows, FileRow)] == [full.model] * 2 + ["a-run"] * 2
+    assert metadata_of(run / "model.int8.onnx")["model"] == "a-run"
     assert "no exp-like call" in sima("audit", tmp_path / "m.int8.onnx", "--fail-on-exp")
 
 
@@ -206,12 +233,15 @@ def test_export_quantise_and_audit_from_the_command_line(tmp_path, monkeypatch):
         (["export", "sima_diet", "-o", "m.onnx"], "neither a run's folder"),
         (["export", "runs/none", "-o", "m.onnx", "--pretrained"], "go with the name of a model"),
         (["quantize", "none.onnx", "--data", "digits"], "there is no file none.onnx"),
+        (["quantize", "sima_cvt_13", "--data", "digits"], "neither an .onnx file nor the folder of a run"),
+        (["bench", "edge", "--runtime", "openvino"], "openvino is not installed"),
         (["quantize", "a.onnx", "b.onnx", "-o", "c.onnx", "--data", "digits"], "--out names one file"),
     ],
 )
 @needs_onnx
 def test_wrong_commands_are_said(tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runtimes, "find_spec", lambda package: None if package == "openvino" else package)
     result = CliRunner().invoke(cli.app, arguments)
     assert isinstance(result.exception, ValueError | FileNotFoundError)  # which `sima` prints as one line
     assert message in str(result.exception)

@@ -14,7 +14,7 @@ import sima_attn.models  # noqa: F401
 from sima_attn.conversion import convert
 from sima_attn.export import audit
 from sima_attn.export import onnx as export_module
-from sima_attn.export.onnx import export_onnx, fold_constants, write_metadata
+from sima_attn.export.onnx import class_names, export_onnx, fold_constants, write_metadata
 from sima_attn.export.preprocessing import Preprocessing, middle
 from sima_attn.export.runtimes import installed_runtimes, labels_in, open_model, read_metadata
 from sima_attn.nn import SimAttention
@@ -200,6 +200,16 @@ def test_a_converted_transformers_model_exports(tmp_path):
     assert "Softmax" not in report.nodes
     x = images(1, 3, SIZE, SIZE)
     assert torch.allclose(run(tmp_path / "m.onnx", x), model(x).logits, atol=1e-5)
+
+
+def test_classes_have_the_words_of_the_configuration_and_only_where_they_are_its_own():
+    shipped = timm.create_model("sima_xcit_mini_p4_64_relu", pretrained=True)
+    names = class_names(shipped)
+    assert len(names) == 100
+    assert names[0] == "goldfish"
+    assert class_names(timm.create_model("sima_xcit_mini_p4_64_relu", num_classes=7)) is None
+    assert class_names(deit()) is None
+    assert class_names(nn.Linear(1, 1)) is None
 
 
 def test_metadata_hold_labels_and_preprocessing(exported):

@@ -1,6 +1,7 @@
 """Whole models as ONNX files on this processor: each twin against SimA, in every runtime, in float32 and int8.
 
-Weights and images are random: they decide neither the time nor the memory. Accuracy is `sima quantize`'s to tell.
+Images are random, and so are weights where none come with the package: they decide neither the time nor the memory.
+Accuracy is `sima quantize`'s to tell.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,35 +31,75 @@ LARGEST_ERROR = 1e-3  # between runtimes in float32, of the largest logit
 CALIBRATION_IMAGES = 4  # random ones: ranges decide accuracy, not speed
 
 
+class Variant(NamedTuple):
+    """A model of a family: what it is called in rows and files, and how timm makes it."""
+
+    called: str
+    name: str
+    options: dict[str, Any]
+
+
 @dataclass(frozen=True)
 class Family:
-    """A model of timm and its SimA twins by name; `options(pixels)` builds any of them for an image side."""
+    """A model and its SimA twins, with GELU and with ReLU.
+
+    Attributes:
+        twin: Name of the model they are compared with.
+        attention: The twin's.
+        sima: Name of the model with SimA; the one with ReLU is called `_relu`.
+        patch: Its side in pixels.
+        sizes: Image sides at which to measure.
+        takes_img_size: Whether a size must be said when the model is built.
+        twin_options: What makes `twin` the twin, where the name alone does not.
+        weights: Whether those of the ReLU model come with the package.
+    """
 
     twin: str
-    attention: str  # the twin's
+    attention: str
     sima: str
-    takes_img_size: bool
+    patch: int = 16
+    sizes: tuple[int, ...] = (224, 512)
+    takes_img_size: bool = False
+    twin_options: dict[str, Any] = field(default_factory=dict)
+    weights: bool = False
 
     @property
-    def variants(self) -> dict[str, str]:
-        """What to call a model in a table -> its name in timm."""
-        return {self.attention: self.twin, "sima": self.sima, "sima + relu": f"{self.sima}_relu"}
+    def variants(self) -> dict[str, Variant]:
+        """What to call a model in a table -> the model."""
+        relu = f"{self.sima}_relu"
+        twin = f"{self.twin}_{self.attention}" if self.twin == self.sima else self.twin
+        return {
+            self.attention: Variant(twin, self.twin, self.twin_options),
+            "sima": Variant(self.sima, self.sima, {}),
+            "sima + relu": Variant(relu, relu, {"pretrained": True} if self.weights else {}),
+        }
 
     def goal(self, variant: str, precision: str, pixels: int) -> float:
         """Times the float32 twin's speed that is asked for, 0 where nothing is."""
-        if variant == self.attention or (precision == INT8 and (variant != "sima + relu" or pixels != 224)):
+        if variant == self.attention:
             return 0.0
-        if self.attention != "softmax":
-            return 1.0 if precision == FP32 else 0.0
         if precision == INT8:
-            return 2.5
-        return 1.4 if pixels >= 512 else 1.08 if variant == "sima + relu" else 1.05
+            asked = self.attention == "softmax" and variant == "sima + relu" and pixels == 224
+            return 2.5 if asked else 0.0
+        if self.attention != "softmax":
+            return 1.0
+        many_tokens = pixels >= 32 * self.patch
+        return 1.4 if many_tokens else 1.08 if variant == "sima + relu" else 1.05
 
 
 FAMILIES = {
-    "deit_tiny": Family("deit_tiny_patch16_224", "softmax", "sima_deit_tiny_patch16_224", True),
-    "deit_small": Family("deit_small_patch16_224", "softmax", "sima_deit_small_patch16_224", True),
-    "xcit_tiny": Family("xcit_tiny_12_p16_224", "xca", "sima_xcit_tiny_12_p16_224", False),
+    "xcit_mini": Family(
+        "sima_xcit_mini_p4_64",
+        "softmax",
+        "sima_xcit_mini_p4_64",
+        patch=4,
+        sizes=(64, 128),  # as many tokens as the others have at 256 and 512 px
+        twin_options={"attention": "softmax"},
+        weights=True,
+    ),
+    "deit_tiny": Family("deit_tiny_patch16_224", "softmax", "sima_deit_tiny_patch16_224", takes_img_size=True),
+    "deit_small": Family("deit_small_patch16_224", "softmax", "sima_deit_small_patch16_224", takes_img_size=True),
+    "xcit_tiny": Family("xcit_tiny_12_p16_224", "xca", "sima_xcit_tiny_12_p16_224"),
 }
 
 
@@ -68,7 +109,8 @@ class EdgeRow:
 
     `speedup` is against the float32 twin in the same runtime and run, `speedup_same_precision` against the twin in
     the same precision. `error` is the largest difference from ONNX Runtime in float32, over the largest logit; in
-    int8, with random weights, it says little. `load` is the machine's load average when the group began.
+    int8, with random weights, it says little. `peak_mib` is measured with one thread. `load` is the machine's load
+    average when the group began.
     """
 
     family: str
@@ -105,7 +147,7 @@ def bench_edge(
     folder: Path,
     *,
     families: Sequence[str] = tuple(FAMILIES),
-    sizes: Sequence[int] = (224, 512),
+    sizes: Sequence[int] | None = None,
     threads: Sequence[int] = (1, 2),
     precisions: Sequence[str] = (FP32, INT8),
     wanted_runtimes: Sequence[str] | None = None,
@@ -118,26 +160,29 @@ def bench_edge(
     Args:
         folder: Where the .onnx files go; those that are there from another run are taken as they are.
         families: Keys of FAMILIES.
-        sizes: Image sides in pixels.
+        sizes: Image sides in pixels; by default those of each family.
         threads: Thread counts.
         precisions: "fp32", "int8".
         wanted_runtimes: By default all that are installed.
         seconds: For each group.
         on_step: Called with words before each part.
-        model_options: Passed on to timm, e.g. depth=2 for a test.
+        model_options: Passed on to timm, e.g. depth=2, pretrained=False for a test.
     """
     check_choice("family", families, FAMILIES)
     check_choice("precision", precisions, (FP32, INT8))
     chosen = list(wanted_runtimes or runtimes.installed_runtimes())
-    check_choice("runtime", chosen, RUNTIMES)
+    for runtime in chosen:
+        runtimes.check_runtime(runtime)
     if FP32 not in precisions:
         precisions = (FP32, *precisions)  # what everything is compared with
     for name in families:
-        for pixels in sizes:
+        for pixels in sizes or FAMILIES[name].sizes:
             files = _make_files(folder, name, pixels, precisions, on_step, model_options)
+            on_step(f"memory of {name}, {pixels} px")
+            peaks = {(path, runtime): peak_mib(path, runtime) for path in files.values() for runtime in chosen}
             for count in threads:
-                on_step(f"{name}, {pixels} px, {count} threads")
-                yield _bench_group(name, pixels, count, files, chosen, seconds)
+                on_step(f"{name}, {pixels} px, {count} thread{'s' * (count > 1)}")
+                yield _bench_group(name, pixels, count, files, peaks, chosen, seconds)
 
 
 def check_choice(kind: str, given: Sequence[str], known: Sequence[str] | dict) -> None:
@@ -170,19 +215,19 @@ def _make_files(
     from sima_attn.export.quantize import quantized_graph
 
     files = {}
-    for variant, name in FAMILIES[family].variants.items():
-        fp32 = folder / f"{name}_{pixels}px.onnx"
+    for variant, (called, name, own_options) in FAMILIES[family].variants.items():
+        fp32 = folder / f"{called}_{pixels}px.onnx"
         if not fp32.exists():
-            on_step(f"exporting {name}, {pixels} px")
+            on_step(f"exporting {called}, {pixels} px")
             torch.manual_seed(0)
-            options: dict[str, Any] = {"img_size": pixels} if FAMILIES[family].takes_img_size else {}
-            model = timm.create_model(name, **options, **model_options)
-            export_onnx(model, fp32, input_size=pixels, name=name)
+            size: dict[str, Any] = {"img_size": pixels} if FAMILIES[family].takes_img_size else {}
+            model = timm.create_model(name, **{**own_options, **size, **model_options})
+            export_onnx(model, fp32, input_size=pixels, name=called)
         files[variant, FP32] = fp32
         if INT8 in precisions:
             int8 = fp32.with_suffix(".int8.onnx")
             if not int8.exists():
-                on_step(f"quantising {name}, {pixels} px")
+                on_step(f"quantising {called}, {pixels} px")
                 batches = (_images(pixels, seed) for seed in range(CALIBRATION_IMAGES))
                 with written_whole(int8) as temporary:
                     onnx.save(quantized_graph(fp32, batches), temporary)
@@ -199,6 +244,7 @@ def _bench_group(
     pixels: int,
     threads: int,
     files: dict[tuple[str, str], Path],
+    peaks: dict[tuple[Path, str], float],
     wanted_runtimes: Sequence[str],
     seconds: float,
 ) -> list[EdgeRow]:
@@ -225,7 +271,7 @@ def _bench_group(
         rows.append(
             EdgeRow(
                 family=family,
-                model=found.variants[form.variant],
+                model=found.variants[form.variant].called,
                 variant=form.variant,
                 precision=form.precision,
                 runtime=form.runtime,
@@ -239,7 +285,7 @@ def _bench_group(
                 p50_ms=round(timing.p50 * 1e3, 3),
                 p80_ms=round(timing.p80 * 1e3, 3),
                 samples=timing.samples,
-                peak_mib=round(peak_mib(path, form.runtime, threads), 1),
+                peak_mib=round(peaks[path, form.runtime], 1),
                 file_mib=round(path.stat().st_size / 2**20, 2),
                 exp_like_nodes=exps[path],
                 error=float(f"{errors[form]:.2e}"),
@@ -276,14 +322,14 @@ def peak():
     if status.exists():
         return 1024 * int(status.read_text().split("VmHWM:")[1].split()[0])
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
-runtimes_file, path, runtime, threads = sys.argv[1:]
+runtimes_file, path, runtime = sys.argv[1:]
 open_model = runpy.run_path(runtimes_file)["open_model"]
 if runtime == "openvino":
     import onnx, openvino
 else:
     import onnxruntime
 before = peak()
-session = open_model(path, runtime, int(threads))
+session = open_model(path, runtime, threads=1)
 images = np.zeros(session.input_shape, dtype=np.float32)
 for _ in range(2):
     session(images)
@@ -291,9 +337,9 @@ print(peak() - before)
 """
 
 
-def peak_mib(path: Path, runtime: str, threads: int) -> float:
+def peak_mib(path: Path, runtime: str) -> float:
     """Most memory that loading a file and running it adds to a process which has only the runtime."""
-    arguments = [runtimes.__file__, str(path), runtime, str(threads)]
+    arguments = [runtimes.__file__, str(path), runtime]
     done = subprocess.run([sys.executable, "-c", _PEAK, *arguments], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"the memory of {path.name} in {runtime} could not be measured:\n{done.stderr[-500:]}")
@@ -342,7 +388,6 @@ def plot_edge(rows: Sequence[EdgeRow], path: Path) -> None:
     rows = [row for row in rows if row.threads == threads]
     names = list(dict.fromkeys(row.family for row in rows))
     chosen = list(dict.fromkeys(row.runtime for row in rows))
-    groups = list(dict.fromkeys((row.pixels, row.precision) for row in rows))
     figure, panels = plt.subplots(
         len(chosen), len(names), figsize=(4.2 * len(names), 3.4 * len(chosen)), layout="constrained", squeeze=False
     )
@@ -350,6 +395,7 @@ def plot_edge(rows: Sequence[EdgeRow], path: Path) -> None:
     for line, runtime in zip(panels, chosen, strict=True):
         for axes, family in zip(line, names, strict=True):
             mine = [row for row in rows if row.runtime == runtime and row.family == family]
+            groups = list(dict.fromkeys((row.pixels, row.precision) for row in mine))
             for i, variant in enumerate(dict.fromkeys(row.variant for row in mine)):
                 bars = {(row.pixels, row.precision): row.speedup for row in mine if row.variant == variant}
                 places = [x + 0.27 * (i - 1) for x, group in enumerate(groups) if group in bars]

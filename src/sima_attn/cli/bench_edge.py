@@ -15,8 +15,13 @@ def bench_edge_command(
     out: Annotated[Path, typer.Option(help="CSV file for the rows.")] = Path("benchmarks/results/edge.csv"),
     figure: Annotated[Path, typer.Option(help="PNG file for the figure.")] = Path("docs/images/edge.png"),
     files: Annotated[Path, typer.Option(help="Folder for the .onnx files, kept for the next run.")] = Path("runs/edge"),
-    model: Annotated[list[str] | None, typer.Option(help="deit_tiny, deit_small, xcit_tiny; repeat. All.")] = None,
-    size: Annotated[list[int], typer.Option(help="Image side in pixels; repeat for several.")] = [224, 512],  # noqa: B006
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="xcit_mini (weights come with the package), deit_tiny, deit_small, xcit_tiny; repeat. All."),
+    ] = None,
+    size: Annotated[
+        list[int] | None, typer.Option(help="Image side in pixels; repeat. xcit_mini: 64, 128; others: 224, 512.")
+    ] = None,
     threads: Annotated[list[int], typer.Option(help="Thread counts; repeat for several.")] = [1, 2],  # noqa: B006
     precision: Annotated[list[str], typer.Option(help="fp32, int8; repeat.")] = ["fp32", "int8"],  # noqa: B006
     runtime: Annotated[
@@ -25,7 +30,7 @@ def bench_edge_command(
     seconds: Seconds = 20.0,
 ) -> None:
     """Whole models against their SimA twins in ONNX Runtime and OpenVINO: time, memory, size."""
-    from sima_attn.bench.edge import FAMILIES, bench_edge, edge_table, is_busy, plot_edge
+    from sima_attn.bench.edge import FAMILIES, bench_edge, check_choice, edge_table, is_busy, plot_edge
     from sima_attn.bench.figures import check_can_plot
     from sima_attn.bench.rows import write_rows
     from sima_attn.export.onnx import check_installed
@@ -35,9 +40,11 @@ def bench_edge_command(
     if is_busy():
         console.print("[yellow]This machine is busy: the times will be too long, and the ratios may be off.[/yellow]")
     names = model or list(FAMILIES)
+    check_choice("family", names, FAMILIES)
     rows = []
     with progress_bar() as progress:
-        task = progress.add_task("starting", total=len(names) * len(size) * len(threads))
+        sizes = [size or FAMILIES[name].sizes for name in names]
+        task = progress.add_task("starting", total=sum(map(len, sizes)) * len(threads))
         for measured in bench_edge(
             files,
             families=names,

@@ -75,7 +75,10 @@ def export_command(
 
 @app.command("quantize")
 def quantize_command(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="float32 files of `sima export`.")],
+    models: Annotated[
+        list[str],
+        typer.Argument(metavar="FILE_OR_RUN...", help="float32 files of `sima export`, or folders of `sima train`."),
+    ],
     data: Annotated[
         str, typer.Option(help="Images: what `sima train --data` takes, or a folder of image files without labels.")
     ],
@@ -87,47 +90,54 @@ def quantize_command(
     reduce_range: Annotated[
         bool, typer.Option("--reduce-range", help="7-bit weights, for x86 processors without VNNI.")
     ] = False,
-    rows: Annotated[Path | None, typer.Option(help="CSV file for the reports.", show_default=False)] = None,
+    rows: Annotated[
+        Path | None,
+        typer.Option(help="CSV file for the report; rows of other models in it are kept.", show_default=False),
+    ] = None,
 ) -> None:
-    """Write int8 forms of ONNX files, and compare size and accuracy; several files stand side by side."""
-    if out is not None and len(files) > 1:
-        raise ValueError(f"--out names one file, and there are {len(files)}: leave it away for NAME.int8.onnx each")
-    from sima_attn.bench.rows import write_rows
-    from sima_attn.bench.tables import TextTable
+    """Write int8 forms of ONNX files, and compare size and accuracy; several models stand side by side."""
+    if out is not None and len(models) > 1:
+        raise ValueError(f"--out names one file, and there are {len(models)}: leave it away for NAME.int8.onnx each")
+    from sima_attn.bench.rows import read_rows, write_rows
     from sima_attn.export.onnx import check_installed
-    from sima_attn.export.quantize import metadata_of, open_images, quantize_onnx
+    from sima_attn.export.quantize import FileRow, metadata_of, open_images, quantize_onnx, quantize_table
 
     check_installed()
-    reports = []
+    kept = read_rows(rows, FileRow) if rows is not None and rows.exists() else []
+    found: list[FileRow] = []
     with progress_bar() as progress:
-        for file in files:
+        for name in models:
+            task = progress.add_task(Path(name).name, total=None)
+            file = _exported_run(Path(name)) if Path(name).is_dir() else Path(name)
             metadata = metadata_of(file)
             training = open_images(data, metadata, split="train", most=calibrate)
             val = open_images(data, metadata, split="val", most=compare, seed=1)
-            task = progress.add_task(file.name, total=len(training) + len(val))
-            target = out or file.with_suffix(".int8.onnx")
-            reports.append(
-                quantize_onnx(
-                    file,
-                    target,
-                    training,
-                    compare_images=val,
-                    compare_labels=val.labels,
-                    reduce_range=reduce_range,
-                    on_image=lambda task=task: progress.advance(task),  # type: ignore[misc]
-                )
+            progress.update(task, total=len(training) + len(val))
+            found += quantize_onnx(
+                file,
+                out or file.with_suffix(".int8.onnx"),
+                training,
+                compare_images=val,
+                compare_labels=val.labels,
+                data=Path(data).name,
+                reduce_range=reduce_range,
+                on_image=lambda task=task: progress.advance(task),  # type: ignore[misc]
             )
-    header = ["file", "MiB", "int8 MiB", "of the size", "top-1", "int8 top-1", "same class", "images", "exp-like"]
-    lines = [
-        [r.file, f"{r.fp32_mib:.2f}", f"{r.int8_mib:.2f}", f"{r.share_of_size:.0%}"]
-        + [_percent(value) for value in (r.top1_fp32, r.top1_int8, r.agreement)]
-        + [str(r.compared_images), str(r.exp_like_nodes)]
-        for r in reports
-    ]
-    print_table(TextTable(header, lines, set()), title=f"int8 against float32, {reports[0].calibration_images} images")
+    print_table(quantize_table(found), title=f"int8 against float32, ranges from {found[-1].calibration_images} images")
     if rows is not None:
-        write_rows(rows, reports)
+        new = {row.model for row in found}
+        write_rows(rows, [*(row for row in kept if row.model not in new), *found])
         console.print(f"Rows: {rows}", highlight=False)
+
+
+def _exported_run(folder: Path) -> Path:
+    """The model of a run as RUN/model.onnx, its batch open: images are then compared many at once."""
+    from sima_attn.export.onnx import export_onnx
+
+    module, side, prepare, classes, _ = load_model(str(folder), None, False, None)
+    path = folder / "model.onnx"
+    export_onnx(module, path, input_size=side, dynamic=("batch",), prepare=prepare, labels=classes, name=folder.name)
+    return path
 
 
 def load_model(
@@ -137,6 +147,7 @@ def load_model(
     import timm
 
     import sima_attn.models  # noqa: F401  registers our names with timm
+    from sima_attn.export.onnx import class_names
     from sima_attn.export.preprocessing import Preprocessing
 
     if checkpoint is not None and pretrained:
@@ -162,8 +173,7 @@ def load_model(
         weights = str(checkpoint)
     config: Any = getattr(module, "pretrained_cfg", {})
     side = size or config.get("input_size", (3, 224, 224))[-1]
-    names = config.get("label_names")
-    return module, side, Preprocessing.of_model(module, side), list(names) if names else None, weights
+    return module, side, Preprocessing.of_model(module, side), class_names(module), weights
 
 
 def _read_labels(path: Path) -> list[str]:
@@ -184,7 +194,3 @@ def _read_images(folder: Path, prepare: "Preprocessing", raw: bool) -> Any:
     transform = prepare.transform()
     photos = [Image.open(file).convert("RGB") for file in files]
     return [np.asarray(photo) if raw else transform(photo).numpy() for photo in photos]
-
-
-def _percent(value: float) -> str:
-    return "-" if value != value else f"{value:.2f}"  # NaN: no labels

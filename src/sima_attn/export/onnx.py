@@ -110,7 +110,7 @@ def export_onnx(
         preprocessing: Put resize, crop and normalisation into the graph. The input then is one photo of any size,
             bytes [height, width, 3].
         prepare: How photos become inputs. By default timm's configuration of the model, cropped to `input_size`.
-        labels: Names of the classes, kept in the file. By default those in the model's configuration.
+        labels: Names of the classes, kept in the file. By default `class_names`.
         check_images: Real images to compare on, besides random ones: [B, 3, height, width] as the model takes them,
             or with `preprocessing` photos [height, width, 3] in bytes.
         fail_on_exp: Raise if anything in the whole graph is exp-like.
@@ -128,7 +128,7 @@ def export_onnx(
         raise ValueError(
             f"{type(model).__name__} does not say how its images are normalised: pass prepare=Preprocessing(...)"
         )
-    labels = labels or getattr(model, "pretrained_cfg", {}).get("label_names")
+    labels = labels or class_names(model)
 
     name = name or type(model).__name__
     plain = _inference_copy(model)
@@ -171,6 +171,18 @@ def export_onnx(
         )
 
     return write_checked(proto, path, check)
+
+
+def class_names(model: nn.Module) -> list[str] | None:
+    """What timm's configuration of a model calls its classes, in words where it has them; None where it does not say.
+
+    A configuration is of the published weights: a model with another number of classes has no names in it.
+    """
+    config: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
+    names, words = config.get("label_names"), config.get("label_descriptions") or {}
+    if not names or len(names) != getattr(model, "num_classes", len(names)):
+        return None
+    return [words.get(name, name) for name in names]
 
 
 def check_installed() -> None:

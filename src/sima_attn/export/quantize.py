@@ -14,50 +14,85 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from sima_attn._version import __version__
+from sima_attn.bench.rows import cpu_name, today
+from sima_attn.bench.tables import TextTable
 from sima_attn.export.audit_model import audit
 from sima_attn.export.onnx import check_installed, write_checked, write_metadata
 from sima_attn.export.preprocessing import Preprocessing
-from sima_attn.export.runtimes import Session, labels_in, open_model, read_metadata
+from sima_attn.export.runtimes import OnnxRuntime, Session, labels_in, open_model, read_metadata
 
 if TYPE_CHECKING:
     import onnx
 
 LEAST_IMAGES = 32
+MOST_AT_ONCE = 16  # images a call, for files whose batch is open
 PRODUCTS = ("Gemm", "MatMul", "Conv")
-NO_LABELS = float("nan")
+FP32, INT8 = "fp32", "int8"
+UNKNOWN = float("nan")
 
 
 @dataclass(frozen=True)
-class QuantizeReport:
-    """An int8 file beside the float32 file it was made of; accuracies in percent, NaN where there are no labels."""
+class FileRow:
+    """A file, and how right it is on `images` val images; in percent, NaN where there are no images or no labels.
+
+    `share_of_fp32`, `points_lost` (of top-1) and `same_class` are against the float32 file that it was made of.
+    """
 
     model: str
+    format: str  # fp32 or int8
     file: str
-    fp32_mib: float
-    int8_mib: float
-    share_of_size: float
+    bytes: int
+    share_of_fp32: float
+    top1: float
+    top5: float
+    points_lost: float
+    same_class: float  # images on which the first class is that of float32
+    images: int
+    data: str
     calibration_images: int
-    compared_images: int
-    agreement: float  # images on which both files have the same first class, in percent
-    top1_fp32: float
-    top1_int8: float
-    quantised_products: int
+    settings: str
+    int8_products: int
     float_products: int
     exp_like_nodes: int
+    device: str
+    onnxruntime: str
+    sima_attn: str
+    date: str
+
+
+class QuantizeReport(NamedTuple):
+    """The float32 file and the int8 file made of it."""
+
+    fp32: FileRow
+    int8: FileRow
 
     def summary(self) -> str:
         """Size and accuracy in one line."""
-        size = f"{self.fp32_mib:.2f} -> {self.int8_mib:.2f} MiB ({self.share_of_size:.0%})"
-        if not self.compared_images:
+        sizes = " -> ".join(f"{row.bytes / 2**20:.2f}" for row in self)
+        size = f"{sizes} MiB ({self.int8.share_of_fp32:.1%})"
+        if not self.int8.images:
             return f"{size}; not compared on images"
-        same = f"same first class on {self.agreement:.1f} % of {self.compared_images} images"
-        if np.isnan(self.top1_fp32):
+        same = f"same first class on {self.int8.same_class:.1f} % of {self.int8.images} images"
+        if np.isnan(self.int8.top1):
             return f"{size}; {same}"
-        return f"{size}; top-1 {self.top1_fp32:.2f} -> {self.top1_int8:.2f}, {same}"
+        return f"{size}; top-1 {self.fp32.top1:.2f} -> {self.int8.top1:.2f}, {same}"
+
+
+def quantize_table(rows: Sequence[FileRow]) -> TextTable:
+    """Size and accuracy of every file; those in int8 in bold."""
+    header = ["model", "type", "MiB", "of fp32", "top-1", "top-5", "lost", "same class", "images", "exp-like"]
+    lines = [
+        [row.model, row.format, f"{row.bytes / 2**20:.2f}", f"{row.share_of_fp32:.1%}"]
+        + [_shown(value) for value in (row.top1, row.top5, row.points_lost, row.same_class)]
+        + [str(row.images), str(row.exp_like_nodes)]
+        for row in rows
+    ]
+    return TextTable(header, lines, {i for i, row in enumerate(rows) if row.format == INT8})
 
 
 class Images:
@@ -91,6 +126,12 @@ def open_images(
     root = Path(data)
     files = sorted(p for p in root.glob("*") if p.suffix.lower() in IMAGE_ENDINGS) if root.is_dir() else []
     source = None if files else open_data(data, split)
+    known = labels_in(metadata)
+    if source is not None and known is not None and len(source.classes) != len(known):
+        raise ValueError(
+            f"{data} has {len(source.classes)} classes, the file has {len(known)}: give the data it was trained on, or "
+            "a folder of image files, which need no labels"
+        )
     total = len(files) if source is None else len(source)
     chosen = np.random.default_rng(seed).permutation(total)[: total if most is None else most]
 
@@ -109,6 +150,7 @@ def quantize_onnx(
     *,
     compare_images: Collection[np.ndarray] | Images = (),
     compare_labels: Sequence[int] | None = None,
+    data: str = "",
     reduce_range: bool = False,
     least_images: int = LEAST_IMAGES,
     on_image: Callable[[], object] = lambda: None,
@@ -122,6 +164,7 @@ def quantize_onnx(
             file takes it, without the batch axis: [3, height, width], or a photo [height, width, 3] in bytes.
         compare_images: Images on which both files are run.
         compare_labels: Their classes, for accuracy.
+        data: What the images are called in the report.
         reduce_range: Weights of 7 bits, for x86 processors without VNNI, whose 8-bit products saturate.
         least_images: Fewer calibration images are an error.
         on_image: Called after each image of calibration and comparison.
@@ -138,31 +181,43 @@ def quantize_onnx(
     if compare_labels is not None and len(compare_labels) != len(compare_images):
         raise ValueError(f"there are {len(compare_labels)} labels for {len(compare_images)} images")
     fp32 = open_model(fp32_path, threads=_threads())
-    if fp32.metadata.get("precision") == "int8":
+    if fp32.metadata.get("precision") == INT8:
         raise ValueError(f"{fp32_path} is in int8 already: give the float32 file it was made of")
-    batches = (_as_input(image, fp32) for image in calibration_images)
+    batches = _batches(calibration_images, fp32)
     proto = quantized_graph(fp32_path, batches, reduce_range=reduce_range, on_image=on_image)
-    write_metadata(proto, {"precision": "int8", "calibration_images": str(len(calibration_images))})
+    write_metadata(proto, {"precision": INT8, "calibration_images": str(len(calibration_images))})
 
     def check(written: Path) -> QuantizeReport:
         int8 = open_model(written, threads=_threads())
-        found = _compare(fp32, int8, compare_images, compare_labels, on_image)
-        sizes = fp32_path.stat().st_size, written.stat().st_size
-        quantised, in_float = _count_products(proto)
+        compared = _compare(fp32, int8, compare_images, compare_labels, on_image)
+        model = fp32.metadata.get("model", fp32_path.stem)
+        full_size = fp32_path.stat().st_size
+
+        def row(path: Path, name: str, what: str, right: _Right, images: int, settings: str) -> FileRow:
+            quantised, in_float = _count_products(path)
+            return FileRow(
+                model=model,
+                format=what,
+                file=name,
+                bytes=path.stat().st_size,
+                share_of_fp32=round(path.stat().st_size / full_size, 4),
+                **right._asdict(),
+                images=len(compare_images),
+                data=data,
+                calibration_images=images,
+                settings=settings,
+                int8_products=quantised,
+                float_products=in_float,
+                exp_like_nodes=len(audit(path).calls),
+                device=cpu_name(),
+                onnxruntime=OnnxRuntime.version(),
+                sima_attn=__version__,
+                date=today(),
+            )
+
         return QuantizeReport(
-            model=fp32.metadata.get("model", fp32_path.stem),
-            file=int8_path.name,
-            fp32_mib=round(sizes[0] / 2**20, 3),
-            int8_mib=round(sizes[1] / 2**20, 3),
-            share_of_size=round(sizes[1] / sizes[0], 3),
-            calibration_images=len(calibration_images),
-            compared_images=len(compare_images),
-            agreement=found[0],
-            top1_fp32=found[1],
-            top1_int8=found[2],
-            quantised_products=quantised,
-            float_products=in_float,
-            exp_like_nodes=len(audit(written).calls),
+            row(fp32_path, fp32_path.name, FP32, compared[0], 0, "-"),
+            row(written, int8_path.name, INT8, compared[1], len(calibration_images), _settings(reduce_range)),
         )
 
     return write_checked(proto, int8_path, check)
@@ -175,7 +230,12 @@ def quantized_graph(
     reduce_range: bool = False,
     on_image: Callable[[], object] = lambda: None,
 ) -> onnx.ModelProto:
-    """The graph of a file with every product with a weight in int8, activations in unsigned bytes."""
+    """The graph of a file with every product with a weight in int8, activations in unsigned bytes.
+
+    Ranges are the least and the greatest value on the calibration images. SimA's own bound, |K-hat^T V| <= max |V|,
+    is for a product that stays in float32: it has no scale to set. For the next one that has, the input of the
+    projection, the bound is D max |V|, far above what is ever there: its steps would be too coarse.
+    """
     import onnx
     from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
@@ -184,7 +244,8 @@ def quantized_graph(
             batch = next(batches, None)
             if batch is None:
                 return None
-            on_image()
+            for _ in range(len(batch) if batch.ndim == 4 else 1):  # a photo has no batch axis
+                on_image()
             return {input_name: batch}
 
     proto = onnx.load(path)
@@ -267,45 +328,91 @@ def linear_layers_as_gemm(proto: onnx.ModelProto) -> None:
     proto.graph.node.extend(node for group in nodes.values() for node in group)
 
 
-def _count_products(proto: onnx.ModelProto) -> tuple[int, int]:
+def _count_products(path: Path) -> tuple[int, int]:
     """Products whose weight comes from bytes, and those in float32."""
-    from_bytes = {node.output[0] for node in proto.graph.node if node.op_type == "DequantizeLinear"}
-    found = [node.input[1] in from_bytes for node in proto.graph.node if node.op_type in PRODUCTS]
+    import onnx
+
+    graph = onnx.load(path).graph
+    from_bytes = {node.output[0] for node in graph.node if node.op_type == "DequantizeLinear"}
+    found = [node.input[1] in from_bytes for node in graph.node if node.op_type in PRODUCTS]
     return sum(found), len(found) - sum(found)
 
 
-def _as_input(image: np.ndarray, session: Session) -> np.ndarray:
-    """One image as the file takes it, or an error that says what it takes."""
-    fitting = len(session.input_shape) - (session.metadata.get("preprocessing_inside") != "true")
-    if image.ndim != fitting:
-        raise ValueError(f"images must have {fitting} axes for an input {session.input_shape}, got {image.shape}")
-    return image if fitting == len(session.input_shape) else image[None].astype(np.float32)
+def _settings(reduce_range: bool) -> str:
+    """How `quantized_graph` quantises, in words."""
+    bits = 7 if reduce_range else 8
+    return f"static QDQ; weights {bits} bits a channel; activations 8 bits, min-max; activation products in float32"
+
+
+def _batches(images: Iterable[np.ndarray], session: Session) -> Iterator[np.ndarray]:
+    """Images as the file takes them: one by one, or MOST_AT_ONCE where its batch is open."""
+    photo = session.metadata.get("preprocessing_inside") == "true"
+    fitting = len(session.input_shape) - (not photo)
+    at_once = MOST_AT_ONCE if isinstance(session.input_shape[0], str) and not photo else 1
+    waiting: list[np.ndarray] = []
+    for image in images:
+        if image.ndim != fitting:
+            raise ValueError(f"images must have {fitting} axes for an input {session.input_shape}, got {image.shape}")
+        if photo:
+            yield image
+            continue
+        waiting.append(image.astype(np.float32))
+        if len(waiting) == at_once:
+            yield np.stack(waiting)
+            waiting = []
+    if waiting:
+        yield np.stack(waiting)
+
+
+class _Right(NamedTuple):
+    """How right a file is, in percent."""
+
+    top1: float = UNKNOWN
+    top5: float = UNKNOWN
+    points_lost: float = UNKNOWN
+    same_class: float = UNKNOWN
 
 
 def _compare(
     fp32: Session,
     int8: Session,
-    images: Iterable[np.ndarray],
+    images: Collection[np.ndarray] | Images,
     labels: Sequence[int] | None,
     on_image: Callable[[], object],
-) -> tuple[float, float, float]:
-    """Agreement of the first class, and top-1 of both, in percent."""
-    firsts = []
-    for image in images:
-        batch = _as_input(image, fp32)
-        firsts.append((int(fp32(batch).argmax()), int(int8(batch).argmax())))
-        on_image()
-    if not firsts:
-        return NO_LABELS, NO_LABELS, NO_LABELS
-    theirs, ours = np.array(firsts).T
-    agreement = round(100 * float((theirs == ours).mean()), 2)
-    if labels is None:
-        return agreement, NO_LABELS, NO_LABELS
+) -> tuple[_Right, _Right]:
+    """Both files on the same images."""
+    if not len(images):
+        return _Right(), _Right()
     known = labels_in(fp32.metadata)
-    if known is not None and max(labels) >= len(known):
+    if labels is not None and known is not None and max(labels) >= len(known):
         raise ValueError(f"the images have labels up to {max(labels)}, the file has {len(known)} classes")
-    truth = np.asarray(labels)
-    return agreement, *(round(100 * float((first == truth).mean()), 2) for first in (theirs, ours))  # type: ignore[return-value]
+    found: dict[Session, list[np.ndarray]] = {fp32: [], int8: []}  # five classes an image, the likeliest first
+    for batch in _batches(images, fp32):
+        for session, fives in found.items():
+            logits = session(batch)  # [B, K]
+            fives.append(np.argsort(-logits, axis=-1)[:, :5])
+        for _ in fives[-1]:
+            on_image()
+    theirs, ours = (np.concatenate(fives) for fives in found.values())  # [images, 5]
+
+    def right(fives: np.ndarray) -> _Right:
+        same = _percent(fives[:, 0] == theirs[:, 0])
+        if labels is None:
+            return _Right(same_class=same)
+        truth = np.asarray(labels)
+        first = _percent(fives[:, 0] == truth)
+        lost = round(_percent(theirs[:, 0] == truth) - first, 2)
+        return _Right(first, _percent((fives == truth[:, None]).any(1)), lost, same)
+
+    return right(theirs), right(ours)
+
+
+def _shown(value: float) -> str:
+    return "-" if np.isnan(value) else f"{value:.2f}"
+
+
+def _percent(of: np.ndarray) -> float:
+    return round(100 * float(of.mean()), 2)
 
 
 def _threads() -> int:
@@ -328,5 +435,10 @@ def _quiet() -> Iterator[None]:
 def metadata_of(path: str | Path) -> dict[str, str]:
     """The facts in an exported file, or an error that says it is not there."""
     if not Path(path).is_file():
+        if Path(path).suffix != ".onnx":
+            raise FileNotFoundError(
+                f"{path} is neither an .onnx file nor the folder of a run: write a model as a file first, "
+                f"`sima export {path} -o model.onnx`"
+            )
         raise FileNotFoundError(f"there is no file {path}: write it with `sima export MODEL -o {path}`")
     return read_metadata(path)

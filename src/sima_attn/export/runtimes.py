@@ -107,19 +107,23 @@ def installed_runtimes() -> list[str]:
     return [name for name, runtime in RUNTIMES.items() if find_spec(runtime.package)]
 
 
-def open_model(path: str | Path, runtime: str = "onnxruntime", threads: int = 1) -> Session:
-    """An ONNX file, loaded in a runtime and ready to be called."""
+def check_runtime(runtime: str) -> None:
+    """Raise for a runtime that is not known or not installed."""
     if runtime not in RUNTIMES:
         raise unknown_name("runtime", runtime, RUNTIMES)
-    chosen = RUNTIMES[runtime]
-    if find_spec(chosen.package) is None:
+    if find_spec(RUNTIMES[runtime].package) is None:
         extra = "onnx" if runtime == "onnxruntime" else runtime
         raise ValueError(f"{runtime} is not installed: pip install 'sima-attn[{extra}]'")
+
+
+def open_model(path: str | Path, runtime: str = "onnxruntime", threads: int = 1) -> Session:
+    """An ONNX file, loaded in a runtime and ready to be called."""
+    check_runtime(runtime)
     if threads < 1:
         raise ValueError(f"threads must be at least 1, got {threads}")
     if not Path(path).is_file():
         raise FileNotFoundError(f"there is no file {path}: write it with `sima export MODEL -o {path}`")
-    return chosen(Path(path), threads)
+    return RUNTIMES[runtime](Path(path), threads)
 
 
 def read_metadata(path: str | Path) -> dict[str, str]:
