@@ -59,16 +59,15 @@ def test_help_needs_neither_torch_nor_matplotlib():
     assert done.returncode == 0, done.stderr
 
 
-def test_demo_compares_the_twins_and_ends_with_photos_or_a_sentence(tmp_path, monkeypatch):
+def test_demo_compares_the_twins_and_ends_with_photos(tmp_path, monkeypatch):
     brief = ("schedule.epochs=2", "schedule.warmup_epochs=1", "model.kwargs.depth=1")
     train = demo.train_twins
     monkeypatch.setattr(demo, "train_twins", lambda out, **options: train(out, changes=brief, quiet=True, **options))
     output = sima("demo", "--out", str(tmp_path))
-    assert {"sima", "softmax", "twins.csv", "twins.png"} == {p.name for p in tmp_path.iterdir()}
+    left = {"sima", "softmax", "twins.csv", "twins.png", "heatmap.png"}
+    assert left == {path.name for path in tmp_path.iterdir()}
     assert "1,536" in output  # 6 heads, 16 tokens
-    from sima_attn.explain.subject import shipped_models
-
-    assert ("chelsea (a cat)" if shipped_models() else "No trained weights come with this version") in output
+    assert "chelsea (a cat)" in output
 
 
 def test_demo_attentions_prints_a_table_and_saves_rows_and_figure(tmp_path, monkeypatch):

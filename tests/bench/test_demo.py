@@ -3,9 +3,12 @@
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from sima_attn.bench.demo import TWINS, TwinRow, plot_twins, train_twins, twins_table
 from sima_attn.bench.rows import read_rows, write_rows
+from sima_attn.cli.demo import look_at_photos
+from sima_attn.explain.subject import shipped_models
 from sima_attn.train.recipes import differences, named_recipe
 from sima_attn.train.run import RunFolder
 
@@ -56,6 +59,22 @@ def test_a_demo_of_before_is_replaced_and_gives_the_same_accuracy(twins):
     again = train_twins(out, changes=BRIEF, quiet=True, on_twin=seen.append)
     assert seen == list(TWINS)
     assert [row.top1 for row in again] == [row.top1 for row in rows]
+
+
+def test_it_ends_with_photos_and_a_heat_map(tmp_path, capsys):
+    pytest.importorskip("skimage")
+    look_at_photos(tmp_path)
+    said = capsys.readouterr().out
+    if not shipped_models():
+        assert "No trained weights come with this version" in said
+        return
+    lines = said.splitlines()
+    assert lines[1] == "chelsea (a cat)"
+    assert "cat" in lines[2]  # its most likely class
+    assert said.count(" %") == 10
+    assert "heatmap.png" in said.replace("\n", "")
+    width, height = Image.open(tmp_path / "heatmap.png").size
+    assert width > 3 * 240 > height
 
 
 def test_the_readme_shows_the_committed_rows():

@@ -11,7 +11,7 @@ from sima_attn.bench.rows import read_rows
 from sima_attn.explain import subject as subject_module
 from sima_attn.explain.drawing import EFFECT, HEAT, Tile, colour, overlay, sheet
 from sima_attn.explain.effects import AttentionRow
-from sima_attn.explain.gallery import Gallery
+from sima_attn.explain.gallery import Gallery, _rows_by_depth
 
 runner = CliRunner()
 
@@ -62,6 +62,22 @@ def test_all_layers_and_two_models_side_by_side(photos, tmp_path):
     sima("heatmap", photos / "wide.png", "--out", all_, "--layer", "all", "--model", "sima", "--compare", "softmax")
     assert Image.open(all_ / "wide.png").height > 3 * Image.open(one / "wide.png").height
     assert [p.name for p in one.iterdir()] == ["wide.png"]
+
+
+def test_the_layers_of_a_part_stand_on_lines_of_the_same_length():
+    tiles = [Tile(Image.new("RGB", (1, 1)), str(i)) for i in range(20)]
+    assert [len(line) for line in _rows_by_depth(tiles, [10, 10])] == [5, 5, 5, 5]
+    assert [len(line) for line in _rows_by_depth(tiles, [13, 4])] == [5, 5, 3, 4]
+
+
+def test_the_size_of_the_pictures_is_that_of_the_cell(photos, tmp_path):
+    for cell in (100, 300):
+        sima("heatmap", photos, "--out", tmp_path / str(cell), "--cell", cell)
+    for name, ratio in (("square.png", 2.5), ("contact_sheet.png", 2.5)):
+        small, large = (Image.open(tmp_path / cell / name).width for cell in ("100", "300"))
+        assert ratio < large / small < 3
+    with pytest.raises(ValueError, match="cell must be 80 px or more"):
+        Gallery([], cell=20)
 
 
 def test_photos_of_the_same_name_do_not_overwrite_each_other(photos, tmp_path):

@@ -92,6 +92,24 @@ def test_a_photo_enters_with_its_shape_and_about_the_tokens_of_training(tmp_path
     assert heatmap(model, path).shape == heatmap(model, Image.open(path)).shape == (50, 37)
 
 
+def test_at_another_size_simas_output_has_the_scale_of_training():
+    photo = Image.effect_noise((60, 60), 80).convert("RGB")
+    model = deit()
+    subject = subject_of(model, facts={"input_size": (3, 32, 32)})
+    plain, large = subject.read(photo).output, subject.read(photo, 64).output
+    with torch.no_grad():
+        assert torch.equal(plain, model(subject.prepare(photo)))
+        assert (large - model(subject.prepare(photo, 64))).abs().max() > 1e-3
+        for block in model.blocks:
+            assert block.attn.token_ref is None  # left as it was
+            block.attn.token_ref = 17.0  # 4 x 4 patches and the class token
+        assert torch.equal(large, model(subject.prepare(photo, 64)))
+        model.blocks[0].attn.token_ref = 40.0  # its own stays
+        assert torch.equal(subject.read(photo, 64).output, model(subject.prepare(photo, 64)))
+    softmax = subject_of(deit(attention="softmax"), facts={"input_size": (3, 32, 32)})
+    assert softmax.read(photo, 64).layers[0].q_grid == (8, 8)
+
+
 def test_a_model_of_one_size_gets_the_photo_squeezed_and_says_so_of_other_sizes():
     model = timm_vit(dynamic_img_size=False)
     subject = subject_of(model, facts={"input_size": (3, 32, 32)})
@@ -106,6 +124,8 @@ def test_what_comes_with_the_package_is_the_default(monkeypatch):
     assert not load_subject().trained
     monkeypatch.setattr(subject_module, "shipped_models", lambda: ["sima_deit_small_patch16_224"])
     assert subject_module.default_model() == "sima_deit_small_patch16_224"
+    monkeypatch.setattr(subject_module, "shipped_models", lambda: ["sima_a", subject_module.DEFAULT, "sima_z"])
+    assert subject_module.default_model() == subject_module.DEFAULT
 
 
 def test_errors_name_what_is_wrong(tmp_path):

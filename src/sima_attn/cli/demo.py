@@ -8,7 +8,10 @@ import typer
 from sima_attn.cli._shared import console, print_table, progress_bar
 
 app = typer.Typer()
-PHOTOS = {"a cat": "chelsea", "a cup of coffee": "coffee"}  # of scikit-image, in its package
+# Photos in scikit-image's package, and what they show. Of all of them the cat alone is among the 100 classes of the
+# shipped model (tabby, Egyptian cat, Persian cat); the cup shows what the model makes of what it was never taught.
+PHOTOS = {"chelsea": "a cat", "coffee": "a cup of coffee, none of its classes"}
+DRAWN = "chelsea"
 
 
 @app.command()
@@ -21,7 +24,7 @@ def demo(
         float | None, typer.Option(help="With --attentions, time for each number of tokens.", min=0.0, show_default="3")
     ] = None,
 ) -> None:
-    """Train a transformer without exp() and its softmax twin on digits, compare them, classify two photos."""
+    """Train a transformer without exp() and its softmax twin on digits, compare them; classify photos, draw a map."""
     if attentions:
         compare_attentions(out, 3.0 if seconds is None else seconds)
         return
@@ -31,7 +34,7 @@ def demo(
 
     check_installed()
     compare_twins(out)
-    classify_two_photos()
+    look_at_photos(out)
 
 
 def compare_twins(out: Path) -> None:
@@ -52,13 +55,14 @@ def compare_twins(out: Path) -> None:
     console.print(f"Figure: {figure}\nCurves: {curves}\nRows:   {out / 'twins.csv'}", highlight=False, soft_wrap=True)
 
 
-def classify_two_photos() -> None:
-    """The shipped model on two of scikit-image's photos; a sentence where there is none."""
+def look_at_photos(out: Path) -> None:
+    """The shipped model on two of scikit-image's photos, and where it looks; a sentence where there is none."""
     from importlib.util import find_spec
 
     from PIL import Image
 
     from sima_attn.cli.classify import print_classes, top_classes, trained_subject
+    from sima_attn.explain.gallery import Gallery
     from sima_attn.explain.subject import shipped_models
 
     if not shipped_models():
@@ -71,9 +75,11 @@ def classify_two_photos() -> None:
 
     subject = trained_subject(None)
     console.print(f"{subject.name}, a SimA model of this package, on two photos of scikit-image:", highlight=False)
-    for what, name in PHOTOS.items():
-        photo = Image.fromarray(getattr(data, name)())
-        print_classes(f"{name} ({what})", top_classes(subject, photo, 5))
+    photos = {name: Image.fromarray(getattr(data, name)()) for name in PHOTOS}
+    for name, photo in photos.items():
+        print_classes(f"{name} ({PHOTOS[name]})", top_classes(subject, photo, 5))
+    drawn = Gallery([subject]).write_one(photos[DRAWN], DRAWN, out / "heatmap.png")
+    console.print(f"Where it looks in {DRAWN}: {drawn}", highlight=False, soft_wrap=True)
 
 
 def compare_attentions(out: Path, seconds: float) -> None:

@@ -25,7 +25,14 @@ Compare = Annotated[
     list[str] | None, typer.Option(help="Another model beside it, such as the softmax twin; repeat for several.")
 ]
 SizeOption = Annotated[
-    int | None, typer.Option(help="Side in pixels; the photo enters with the area of such a square.", min=1)
+    int | None,
+    typer.Option(
+        help="Side in pixels; the photo enters with the area of such a square.", show_default="as trained", min=1
+    ),
+]
+LayersOption = Annotated[str, typer.Option(help="A number from 0, or from the end if negative; or all.")]
+PartsOption = Annotated[
+    list[str] | None, typer.Option(help="q (queries) or k (keys); repeat for both.", show_default="both")
 ]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 
@@ -35,23 +42,22 @@ def heatmap_command(
     photos: Photos,
     model: ModelOption = None,
     compare: Compare = None,
-    layer: Annotated[str, typer.Option(help="A number from 0, or from the end if negative; or all.")] = "-1",
-    of: Annotated[
-        list[str] | None, typer.Option(help="q (queries) or k (keys); repeat for both. Default: both.")
-    ] = None,
+    layer: LayersOption = "-1",
+    of: PartsOption = None,
     out: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path("runs/heatmaps"),
     size: SizeOption = None,
     opacity: Annotated[float, typer.Option(help="Of the map over the photo.", min=0.0, max=1.0)] = 0.55,
+    cell: Annotated[int, typer.Option(help="Side in pixels of a picture in the sheets.", min=80)] = 240,
     raw: Annotated[bool, typer.Option("--raw", help="Write the token scores too (.npz).")] = False,
     device: DeviceOption = "auto",
 ) -> None:
     """Draw where a model looks: the size of its queries and keys over the photo."""
-    layers = None if layer == "all" else [_number(layer)]
+    layers = _layers(layer)
     subjects = _load([model, *(compare or [])], device)
     from sima_attn.explain.gallery import Gallery
     from sima_attn.explain.subject import find_photos
 
-    gallery = Gallery(subjects, layers, of or ("q", "k"), size, opacity)
+    gallery = Gallery(subjects, layers, of or ("q", "k"), size, opacity, cell)
     files = find_photos(photos)
     with progress_bar() as progress:
         task = progress.add_task("reading", total=len(files))
@@ -72,6 +78,7 @@ def effect_command(
         Path | None, typer.Option(help="The picture.", show_default="runs/heatmaps/PHOTO_effect.png")
     ] = None,
     size: SizeOption = None,
+    cell: Annotated[int, typer.Option(help="Side in pixels of a picture.", min=80)] = 420,
     device: DeviceOption = "auto",
 ) -> None:
     """Draw what one patch takes from all others: red adds, blue takes away."""
@@ -81,7 +88,7 @@ def effect_command(
     from sima_attn.explain.gallery import write_effect
 
     target = out or Path("runs/heatmaps") / f"{photo.stem}_effect.png"
-    _say_written([write_effect(subjects, photo, target, patch=place, layer=layer, size=size)])
+    _say_written([write_effect(subjects, photo, target, patch=place, layer=layer, size=size, cell=cell)])
 
 
 @group.command("statistics")
@@ -128,8 +135,9 @@ def deletion_command(
     data: Annotated[str, typer.Option(help="Folder of the images, or digits; their val split is used.")],
     model: ModelOption = None,
     images: Annotated[int, typer.Option(help="How many images.", min=1)] = 200,
-    of: Annotated[str, typer.Option(help="q (queries) or k (keys).")] = "k",
-    layer: Annotated[int, typer.Option(help="A number from 0, or from the end if negative.")] = -1,
+    of: PartsOption = None,
+    layer: LayersOption = "-1",
+    steps: Annotated[int, typer.Option(help="From no patch hidden to all.", min=1)] = 10,
     batch: Annotated[int, typer.Option(help="Images at a time.", min=1)] = 32,
     out: Annotated[Path, typer.Option(help="Folder for the rows and the curve.")] = Path("runs/deletion"),
     device: DeviceOption = "auto",
@@ -138,30 +146,41 @@ def deletion_command(
     from sima_attn.bench.figures import check_can_plot
 
     check_can_plot()
+    layers = _layers(layer)
     (subject,) = _load([model], device)
     from sima_attn.bench.rows import write_rows
     from sima_attn.bench.tables import TextTable
     from sima_attn.explain.deletion import deletion_test, validation_batches
     from sima_attn.explain.figures import plot_deletion
+    from sima_attn.explain.reading import PARTS, read_attention
 
+    parts = of or PARTS
     with progress_bar() as progress:
         task = progress.add_task("opening the data", total=None)
         batches = validation_batches(subject, data, images=images, batch=batch)
-        progress.update(task, description="hiding patches", total=sum(len(labels) for _, labels in batches))
+        maps = len(parts) * (len(read_attention(subject.model, batches[0][0][:1]).layers) if layers is None else 1)
+        progress.update(task, description="hiding patches", total=maps * sum(len(labels) for _, labels in batches))
         rows = deletion_test(
             subject.model,
             batches,
-            of=of,
-            layer=layer,
+            of=parts,
+            layers=layers,
+            steps=steps,
             name=subject.name,
-            on_batch=lambda count: progress.advance(task, count),
+            on_map=lambda count: progress.advance(task, count),
         )
     write_rows(out / "deletion.csv", rows)
     plot_deletion(rows, out / "deletion.png")
-    areas = {(row.mode, row.order): row.area for row in rows}
-    lines = [[mode, order, f"{area:.4f}"] for (mode, order), area in areas.items()]
-    title = f"mean probability of the right class, {rows[0].images} images"
-    print_table(TextTable(["mode", "order", "area"], lines, set()), title=title, caption="deletion: lower falls faster")
+    lines = [
+        [f"{r.of}, layer {r.layer + 1}", r.mode, r.order, f"{r.area:.3f}", f"{r.over_random:+.3f} ± {r.error:.3f}"]
+        for r in rows
+        if r.fraction == 0
+    ]
+    print_table(
+        TextTable(["map", "mode", "order", "area", "over random"], lines, set()),
+        title=f"mean probability of the right class, {rows[0].images} images",
+        caption="deletion: lower falls faster; insertion: higher rises faster; ± is one standard error",
+    )
     _say_written([out / "deletion.csv", out / "deletion.png"])
 
 
@@ -182,6 +201,10 @@ def _load(models: list[str | None], device: str) -> list["Subject"]:
         if not subject.trained:
             Console(stderr=True).print(f"[yellow]note:[/yellow] {escape(subject.name)} {UNTRAINED}", highlight=False)
     return subjects
+
+
+def _layers(text: str) -> list[int] | None:
+    return None if text == "all" else [_number(text)]
 
 
 def _number(text: str) -> int:

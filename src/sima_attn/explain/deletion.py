@@ -126,16 +126,21 @@ class _Watch:
         for step in range(1, self.steps):
             first = _cells_to_pixels(ranks < round(step / self.steps * patches), self.images, self.share)
             inner["deletion"].append(self._right(self.images.masked_fill(first, 0)))
-            inner["insertion"].append(self._right(torch.where(first, self.images, _blurred(self.images))))
+            inner["insertion"].append(self._right(torch.where(first, self.images, self._blurred)))
         return {
             "deletion": np.stack([whole, *inner["deletion"], nothing], axis=1),
             "insertion": np.stack([blurred, *inner["insertion"], whole], axis=1),
         }
 
     @cached_property
-    def _ends(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _ends(self) -> list[np.ndarray]:
         """The images, what is left when all is hidden, and what there is before anything is sharpened."""
-        return tuple(map(self._right, (self.images, torch.zeros_like(self.images), _blurred(self.images))))
+        return [self._right(shown) for shown in (self.images, torch.zeros_like(self.images), self._blurred)]
+
+    @cached_property
+    def _blurred(self) -> Tensor:
+        small = F.adaptive_avg_pool2d(self.images, BLUR)
+        return F.interpolate(small, size=self.images.shape[2:], mode="bilinear", align_corners=False)
 
     def _right(self, images: Tensor) -> np.ndarray:
         """Probability of the right class, and whether it came first [B, 2]."""
@@ -214,8 +219,3 @@ def _cells_to_pixels(cells: Tensor, images: Tensor, share: tuple[float, float]) 
     whole = (max(height, round(height / share[0])), max(width, round(width / share[1])))
     pixels = F.interpolate(cells[:, None].float(), size=whole, mode="nearest")[..., :height, :width]
     return (pixels > 0).to(images.device)
-
-
-def _blurred(images: Tensor) -> Tensor:
-    small = F.adaptive_avg_pool2d(images, BLUR)
-    return F.interpolate(small, size=images.shape[2:], mode="bilinear", align_corners=False)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from sima_attn.explain.effects import AttentionRow
 
 COLOURS = {"highest first": "crimson", "random": "dimgrey", "lowest first": "royalblue"}
+DASHES = {"q": "o-", "k": "s--"}
 
 
 def plot_statistics(rows: Sequence[AttentionRow], path: Path) -> None:
@@ -38,23 +39,60 @@ def plot_statistics(rows: Sequence[AttentionRow], path: Path) -> None:
 
 
 def plot_deletion(rows: Sequence[DeletionRow], path: Path) -> None:
-    """Probability of the right class against the share of patches hidden, or sharpened."""
+    """Of one layer, the right class against the share of patches hidden, or sharpened; of several, areas by layer."""
     plt = _pyplot()
-    figure, panels = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained", sharey=True)
+    several = len({row.layer for row in rows}) > 1
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained", sharey=not several)
     for axes, mode, verb in zip(panels, ("deletion", "insertion"), ("hidden", "sharpened"), strict=True):
-        for order, colour in COLOURS.items():
-            mine = [row for row in rows if row.mode == mode and row.order == order]
-            label = f"{order} (area {mine[0].area:.3f})"
-            axes.plot([100 * row.fraction for row in mine], [row.probability for row in mine], "o-", color=colour)
-            axes.lines[-1].set_label(label)
+        mine = [row for row in rows if row.mode == mode]
+        if several:
+            _areas_by_layer(axes, mine)
+        else:
+            _curves(axes, mine)
+            axes.set_ylim(0, 1.3 * max(row.probability for row in rows))  # room for the legend
+            axes.set_xlabel(f"patches {verb}, %")
         axes.set_title(mode)
-        axes.set_xlabel(f"patches {verb}, %")
         axes.grid(alpha=0.3)
-        axes.legend(frameon=False)
-    panels[0].set_ylabel("mean probability of the right class")
-    first = rows[0]
-    figure.suptitle(f"{first.model}, {first.of} of layer {first.layer}, {first.images} images")
+        axes.legend(frameon=False, fontsize="small")
+    panels[0].set_ylabel("area, less that of the random order" if several else "mean probability of the right class")
+    of = " and ".join(dict.fromkeys(row.of for row in rows))
+    where = "" if several else f" of layer {rows[0].layer + 1}"
+    figure.suptitle(f"{rows[0].model}, {of}{where}, {rows[0].images} images")
     _save(plt, figure, path)
+
+
+def _curves(axes: Any, rows: Sequence[DeletionRow]) -> None:
+    """A line for each part and order; the random one is the same for all parts."""
+    parts = list(dict.fromkeys(row.of for row in rows))
+    for order, colour in COLOURS.items():
+        for part in parts[:1] if order == "random" else parts:
+            line = [row for row in rows if (row.of, row.order) == (part, order)]
+            name = order if order == "random" else f"{part}, {order}"
+            axes.plot(
+                [100 * row.fraction for row in line],
+                [row.probability for row in line],
+                DASHES[part],
+                color=colour,
+                label=f"{name} (area {line[0].area:.3f})",
+            )
+
+
+def _areas_by_layer(axes: Any, rows: Sequence[DeletionRow]) -> None:
+    """What each order's area is over random, with two standard errors."""
+    axes.axhline(0, color=COLOURS["random"], label="random")
+    for order in (order for order in COLOURS if order != "random"):
+        for part in dict.fromkeys(row.of for row in rows):
+            line = [row for row in rows if (row.of, row.order) == (part, order) and row.fraction == 0]
+            axes.errorbar(
+                [row.layer + 1 for row in line],
+                [row.over_random for row in line],
+                yerr=[2 * row.error for row in line],
+                fmt=DASHES[part],
+                color=COLOURS[order],
+                capsize=2,
+                label=f"{part}, {order}",
+            )
+    axes.set_xlabel("layer")
 
 
 def _pyplot() -> Any:

@@ -15,7 +15,7 @@ from sima_attn._files import written_whole
 from sima_attn.explain.drawing import Tile, effect_overlay, overlay, sheet, shrink
 from sima_attn.explain.effects import effect_scores, signed_unit
 from sima_attn.explain.maps import raw_scores, spread, to_map
-from sima_attn.explain.reading import PARTS, Reading, read_attention
+from sima_attn.explain.reading import PARTS, Reading
 from sima_attn.explain.subject import Subject, open_photo
 
 if TYPE_CHECKING:
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 LONGEST = 1024  # pixels of a photo that is drawn on
 COLUMNS = 6
+SMALLEST_CELL = 80
+EFFECT_CELL = 420
+CELL = 240  # pixels of a picture in a sheet; on the contact sheet of all photos three quarters of it
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Gallery:
         of: "q", "k" or both.
         size: Of the image as a model gets it, in pixels of a square's side; None: as it was trained.
         opacity: Of the map over the photo, in [0, 1].
+        cell: Side in pixels of a picture in the sheets.
     """
 
     subjects: Sequence[Subject]
@@ -42,16 +46,19 @@ class Gallery:
     of: Sequence[str] = PARTS
     size: int | None = None
     opacity: float = 0.55
+    cell: int = CELL
 
     def __post_init__(self) -> None:
         if not self.of or set(self.of) - set(PARTS):
             raise ValueError(f"a map is of 'q' (queries) or 'k' (keys), got {list(self.of)}")
         if not 0 <= self.opacity <= 1:
             raise ValueError(f"opacity must be from 0 to 1, got {self.opacity}")
+        if self.cell < SMALLEST_CELL:
+            raise ValueError(f"cell must be {SMALLEST_CELL} px or more, to hold a caption; got {self.cell}")
 
     def read(self, photo: Image) -> list[Reading]:
         """One forward of each model."""
-        return [read_attention(subject.model, subject.prepare(photo, self.size)) for subject in self.subjects]
+        return [subject.read(photo, self.size) for subject in self.subjects]
 
     def tiles(self, photo: Image, readings: Sequence[Reading], layers: Sequence[int] | None) -> list[Tile]:
         """A picture for each model, part and layer."""
@@ -67,6 +74,12 @@ class Gallery:
     def title(self) -> str:
         """The models, and whether they are trained."""
         return _names(self.subjects)
+
+    def write_one(self, photo: Image, caption: str, path: Path) -> Path:
+        """One photo at hand beside its maps, as a picture."""
+        photo = shrink(photo, LONGEST)
+        tiles = self.tiles(photo, self.read(photo), self.layers)
+        return _save(sheet(_lines([Tile(photo, caption), *tiles], COLUMNS), self.title(), self.cell), path)
 
     def write(
         self,
@@ -89,19 +102,19 @@ class Gallery:
             if self.layers is None:
                 depths = [len(reading.layers) for reading in readings for _ in self.of]
                 rows = [[original], *_rows_by_depth(tiles, depths)]
-                groups.append([original, *self.tiles(photo, readings, (-1,))])
+                shown = [original, *self.tiles(photo, readings, (-1,))]
             else:
                 rows = _lines([original, *tiles], COLUMNS)
-                groups.append([original, *tiles])
-            written.append(_save(sheet(rows, self.title()), out / f"{stem}.png"))
+                shown = [original, *tiles]
+            groups.append([Tile(shrink(tile.picture, self.cell), tile.caption) for tile in shown])  # all are kept
+            written.append(_save(sheet(rows, self.title(), self.cell), out / f"{stem}.png"))
             if raw:
                 written.append(self._write_raw(readings, out / f"{stem}.npz"))
             on_photo(path)
         if len(photos) > 1:
             together = max(1, COLUMNS // len(groups[0]))  # photos in one line of the sheet
             lines = [[*chain(*groups[i : i + together])] for i in range(0, len(groups), together)]
-            small = [[Tile(shrink(tile.picture, 320), tile.caption) for tile in line] for line in lines]
-            written.append(_save(sheet(small, self.title(), cell=180), out / "contact_sheet.png"))
+            written.append(_save(sheet(lines, self.title(), 3 * self.cell // 4), out / "contact_sheet.png"))
         return written
 
     def _write_raw(self, readings: Sequence[Reading], path: Path) -> Path:
@@ -116,14 +129,21 @@ class Gallery:
 
 
 def write_effect(
-    subjects: Sequence[Subject], path: Path, out: Path, *, patch: tuple[int, int], layer: int, size: int | None = None
+    subjects: Sequence[Subject],
+    path: Path,
+    out: Path,
+    *,
+    patch: tuple[int, int],
+    layer: int,
+    size: int | None = None,
+    cell: int = EFFECT_CELL,
 ) -> Path:
     """A picture of what one patch takes from all others in each model: red adds, blue takes away."""
     photo = shrink(open_photo(path), LONGEST)
     tiles = [Tile(photo, path.stem)]
     first = None
     for letter, subject in zip(_letters(subjects), subjects, strict=True):
-        reading = read_attention(subject.model, subject.prepare(photo, size))
+        reading = subject.read(photo, size)
         seen = reading.layer(layer)
         first = first or seen.q_grid  # the patch is one of this grid; of another grid, the one that lies there
         place = (_moved(patch[0], first[0], seen.q_grid[0]), _moved(patch[1], first[1], seen.q_grid[1]))
@@ -133,7 +153,7 @@ def write_effect(
         negative = float((scores < 0).float().mean())
         caption = f"{letter}layer {layer % len(reading.layers) + 1}, {negative:.0%} negative"
         tiles.append(Tile(effect_overlay(photo, signed, place, grid), caption))
-    return _save(sheet([tiles], f"what patch {patch[0]}, {patch[1]} takes: {_names(subjects)}", cell=420), out)
+    return _save(sheet([tiles], f"what patch {patch[0]}, {patch[1]} takes: {_names(subjects)}", cell), out)
 
 
 def read_photos(
@@ -142,7 +162,7 @@ def read_photos(
     """A reading of each photo."""
     readings = []
     for path in photos:
-        readings.append(read_attention(subject.model, subject.prepare(open_photo(path), size)))
+        readings.append(subject.read(open_photo(path), size))
         on_photo()
     return readings
 
@@ -175,10 +195,11 @@ def _stems(photos: Sequence[Path]) -> list[str]:
 
 
 def _rows_by_depth(tiles: Sequence[Tile], depths: Sequence[int]) -> list[list[Tile]]:
-    """The tiles of each part and model on lines of their own."""
+    """The tiles of each part and model on lines of their own, about equally long."""
     rows, start = [], 0
     for depth in depths:
-        rows += _lines(tiles[start : start + depth], COLUMNS)
+        lines = math.ceil(depth / COLUMNS)
+        rows += _lines(tiles[start : start + depth], math.ceil(depth / lines))
         start += depth
     return rows
 

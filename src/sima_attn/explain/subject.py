@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 
 import sima_attn.models  # noqa: F401  registers our names with timm
 from sima_attn.conversion.huggingface import is_pretrained_model
+from sima_attn.explain.reading import Reading, read_attention
+from sima_attn.nn.token_ref import sima_modules, trained_at
 from sima_attn.train.data.sources import IMAGE_ENDINGS
 
 if TYPE_CHECKING:
@@ -80,6 +83,17 @@ class Subject:
         pixels = torch.from_numpy(np.asarray(resized, dtype=np.float32) / 255).permute(2, 0, 1)[None]  # [1, 3, h, w]
         mean, std = (torch.tensor(values, dtype=torch.float32)[:, None, None] for values in (self.mean, self.std))
         return (pixels - mean) / std
+
+    def read(self, photo: Image, size: int | None = None) -> Reading:
+        """What one forward of a photo shows.
+
+        SimA's output shrinks with the number of tokens, so at another size than that of training `token_ref` brings it
+        back to what the later layers know.
+        """
+        image = self.prepare(photo, size)
+        shrinks = size not in (None, self.size) and sima_modules(self.model)
+        with trained_at(self.model, self.size) if shrinks else nullcontext():
+            return read_attention(self.model, image)
 
     def class_name(self, k: int) -> str:
         """What to call a class: its word, its name, or its number."""

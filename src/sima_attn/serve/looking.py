@@ -172,8 +172,7 @@ class Looker:
     def _read(self, photo: Image, size: int | None) -> tuple[Reading, tuple[int, int]]:
         if size is not None:
             self._check_size(size)
-        image = self.subject.prepare(photo, size)
-        return read_attention(self.subject.model, image), (image.shape[2], image.shape[3])
+        return self.subject.read(photo, size), self.subject.input_size(*photo.size, size)
 
     def _check_size(self, size: int) -> None:
         if size not in self.sizes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sima_attn.models.pretrained import weights_file
+from sima_attn.nn.token_ref import trained_at
 from sima_attn.train import recipes
 from sima_attn.train.checkpoint import checkpoints, load_checkpoint
 from sima_attn.train.classify import build_model
@@ -150,7 +151,7 @@ def evaluate(
     _check_classes(loaded, source, model)
     broken = BrokenImages(source, say)
     batches = evaluation_batches(source, settings, batch, device=torch.device(device), broken=broken)
-    with _token_ref(model, loaded.data.size if token_ref else None):
+    with trained_at(model, loaded.data.size) if token_ref else nullcontext():
         confusion, in_five, loss = _count(model, batches, len(source.classes))
     images = int(confusion.sum())
     if not images:
@@ -199,37 +200,3 @@ def _class_row(k: int, classes: list[str], confusion: Tensor, in_five: Tensor) -
     taken_for = classes[int(wrong.argmax())] if wrong.any() else ""
     top1, top5 = (100 * int(hits) / images if images else 0.0 for hits in (confusion[k, k], in_five[k]))
     return ClassRow(k, classes[k], images, top1, top5, taken_for)
-
-
-@contextmanager
-def _token_ref(model: nn.Module, trained_size: int | None) -> Iterator[None]:
-    """Within it, every SimA module makes up for the number of tokens, relative to that at the training size."""
-    modules: list[Any] = [module for module in model.modules() if hasattr(module, "token_ref")]
-    before = [module.token_ref for module in modules]
-    if trained_size is not None:
-        if not modules:
-            raise ValueError("token_ref is SimA's own, and this model has no SimA attention")
-        for module, tokens in zip(modules, tokens_at(model, modules, trained_size), strict=True):
-            module.token_ref = tokens
-    try:
-        yield
-    finally:
-        for module, old in zip(modules, before, strict=True):
-            module.token_ref = old
-
-
-@torch.no_grad()
-def tokens_at(model: nn.Module, modules: list[nn.Module], size: int) -> list[float]:
-    """The number of tokens [B, N, C] that each of the modules sees in an image of that size, by looking."""
-    seen: dict[nn.Module, float] = {}
-
-    def look(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        seen[module] = float(inputs[0].shape[1])
-
-    hooks = [module.register_forward_pre_hook(look) for module in modules]
-    try:
-        model(torch.zeros(1, 3, size, size, device=next(model.parameters()).device))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return [seen[module] for module in modules]

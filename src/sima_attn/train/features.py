@@ -20,13 +20,14 @@ from torch import Tensor, nn
 
 from sima_attn._errors import unknown_name
 from sima_attn.bench.figures import check_can_plot
+from sima_attn.nn.token_ref import set_token_ref
 from sima_attn.train import recipes
 from sima_attn.train.checkpoint import checkpoints, load_checkpoint
 from sima_attn.train.classify import build_model
 from sima_attn.train.data.loader import BrokenImages, evaluation_batches, seed_everything
 from sima_attn.train.data.sources import Source
 from sima_attn.train.dino_recipes import DinoRecipe, Probe
-from sima_attn.train.evaluate import load_trained, tokens_at
+from sima_attn.train.evaluate import load_trained
 from sima_attn.train.recipes import Data
 from sima_attn.train.run import RunFolder
 
@@ -74,12 +75,8 @@ class Features(NamedTuple):
 def build_backbone(recipe: DinoRecipe) -> nn.Module:
     """The model of a recipe without classifier: images -> features [B, C]."""
     model: Any = build_model(recipe.model, 0)
-    sima = [module for module in model.modules() if hasattr(module, "token_ref")]
     if recipe.distill.token_ref:
-        if not sima:
-            raise ValueError("distill.token_ref is SimA's own, and this model has no SimA attention; set it to false")
-        for module, tokens in zip(sima, tokens_at(model.eval(), sima, recipe.data.size), strict=True):
-            module.token_ref = tokens
+        set_token_ref(model, recipe.data.size)
     return model.train()
 
 

@@ -1,0 +1,59 @@
+"""Other image sizes than the training size: `token_ref` of all SimA modules of a model at once.
+
+SimA's output shrinks as 1/N. `token_ref`, the number of tokens at the training size, brings it back to what the later
+layers know. Every module may see a number of its own, so they are asked, by one forward of an image of that size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def sima_modules(model: nn.Module) -> list[Any]:
+    """The modules of a model that have a `token_ref`."""
+    return [module for module in model.modules() if hasattr(module, "token_ref")]
+
+
+def set_token_ref(model: nn.Module, trained_size: int) -> None:
+    """Let every SimA module make up for the number of tokens, relative to that at the training size in pixels."""
+    modules = sima_modules(model)
+    if not modules:
+        raise ValueError("token_ref is SimA's own, and this model has no SimA attention; leave it away")
+    for module, tokens in zip(modules, tokens_at(model, modules, trained_size), strict=True):
+        module.token_ref = tokens
+
+
+@contextmanager
+def trained_at(model: nn.Module, trained_size: int) -> Iterator[None]:
+    """Within it `set_token_ref` holds, after it what was before."""
+    before = [(module, module.token_ref) for module in sima_modules(model)]
+    try:
+        set_token_ref(model, trained_size)
+        yield
+    finally:
+        for module, old in before:
+            module.token_ref = old
+
+
+@torch.no_grad()
+def tokens_at(model: nn.Module, modules: list[Any], size: int) -> list[float]:
+    """The number of tokens [B, N, C] that each of the modules sees in an image of that size, by looking."""
+    seen: dict[nn.Module, float] = {}
+
+    def look(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        seen[module] = float(inputs[0].shape[1])
+
+    hooks = [module.register_forward_pre_hook(look) for module in modules]
+    was_training = model.training
+    try:
+        model.eval()(next(model.parameters()).new_zeros(1, 3, size, size))
+    finally:
+        model.train(was_training)
+        for hook in hooks:
+            hook.remove()
+    return [seen[module] for module in modules]
