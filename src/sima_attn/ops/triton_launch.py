@@ -4,15 +4,15 @@ A head with few tokens is one program, one launch. With many tokens there are th
 the tokens, their addition, the outputs. Tensors come as [B, H, tokens, channels] with any strides but the last.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from sima_attn.ops import triton_kernels as kernels
 from sima_attn.ops.triton_op import fits_one_tile, padded
-from sima_attn.ops.triton_tuning import Problem, Tile, launch_with_best_tile, multiprocessors
+from sima_attn.ops.triton_tuning import Problem, Tile, launch_with_best_tile, multiprocessors, power_of_two
 
 # A head is one program up to this many tokens, whatever the batch: splitting would cost two more launches.
 FEW_TOKENS = 256
@@ -68,6 +68,11 @@ class Sizes(NamedTuple):
 def sizes_of(q: Tensor, k: Tensor, v: Tensor) -> Sizes:
     B, H, N, D = q.shape
     return Sizes(B, H, N, k.shape[2], D, v.shape[3], padded(D), padded(v.shape[3]), q.element_size())
+
+
+def parts(total: int, size: int) -> int:
+    """How many parts of a size cover the total. triton.cdiv takes 2 us a call, and a launch has several."""
+    return -(-total // size)
 
 
 def scratch(*shape: int, like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -129,7 +134,7 @@ def _forward_head(q, k, v, o, options: Options, sizes: Sizes, keep: bool) -> tup
             **_flags(q, options, sizes), **tile.compiler_options(),
         )  # fmt: skip
 
-    launch_with_best_tile("forward_head", _problem(sizes, q), q.device, launch)
+    launch_with_best_tile("forward_head", _problem(sizes, q.device), q.device, launch)
     return state, norms
 
 
@@ -144,7 +149,7 @@ def _forward_split(q, k, v, o, options: Options, sizes: Sizes) -> tuple[Tensor, 
             **tile.compiler_options(),
         )  # fmt: skip
 
-    launch_with_best_tile("apply_forward", _problem(sizes, q), q.device, launch)
+    launch_with_best_tile("apply_forward", _problem(sizes, q.device), q.device, launch)
     return state, norms
 
 
@@ -155,7 +160,7 @@ def _sums_forward(q, k, v, options: Options, sizes: Sizes) -> tuple[Tensor, Tens
     )
     state = scratch(sizes.B, sizes.H, sizes.D, sizes.DV, like=q)
     norms = scratch(2, sizes.B, sizes.H, sizes.D, like=q)
-    kernels.finish_forward[(sizes.heads, triton.cdiv(sizes.D, FINISHING_ROWS))](
+    kernels.finish_forward[(sizes.heads, parts(sizes.D, FINISHING_ROWS))](
         shares, norm_shares, state, norms, q if options.gains is None else options.gains,
         options.gain, options.eps, sizes.heads, sizes.H, splits, **_finishing(sizes, splits, options),
     )  # fmt: skip
@@ -168,13 +173,13 @@ def _outer_products(
     """Shares of X^T Y and of the norms of x and z, and how many there are."""
     # Twice the multiprocessors: while one program waits for memory the other works.
     rows = max(x.shape[2], z.shape[2])
-    splits = min(triton.cdiv(rows, SMALLEST_SHARE), triton.cdiv(2 * multiprocessors(x.device), sizes.heads))
+    splits = min(parts(rows, SMALLEST_SHARE), parts(2 * multiprocessors(x.device), sizes.heads))
     shares = scratch(splits, sizes.heads, sizes.D, sizes.DV, like=x)
     norm_shares = scratch(splits, sizes.heads, 2, sizes.D, like=x) if norms else shares
 
     def launch(tile: Tile) -> None:
         columns = min(sizes.block_v, tile.columns)
-        kernels.outer_products[(sizes.heads, splits, triton.cdiv(sizes.DV, columns))](
+        kernels.outer_products[(sizes.heads, splits, parts(sizes.DV, columns))](
             x, y, z, shares, norm_shares, _mask(x_mask, x), _mask(z_mask, x),
             sizes.heads, sizes.H, x.shape[2], z.shape[2], splits, *_strides(x, y, z),
             D=sizes.D, DV=sizes.DV, BLOCK_D=sizes.block_d, BLOCK_V=columns, BLOCK_N=tile.rows,
@@ -183,7 +188,7 @@ def _outer_products(
             **tile.compiler_options(),
         )  # fmt: skip
 
-    launch_with_best_tile("outer_products", _problem(sizes, x), x.device, launch)
+    launch_with_best_tile("outer_products", _problem(sizes, x.device), x.device, launch)
     return shares, norm_shares, splits
 
 
@@ -198,7 +203,7 @@ def _backward_head(tensors, state: Tensor, norms: Tensor, options: Options, size
             WHOLE=tile.rows >= sizes.N, **_flags(q, options, sizes), **tile.compiler_options(),
         )  # fmt: skip
 
-    launch_with_best_tile("backward_head", _problem(sizes, q), q.device, launch)
+    launch_with_best_tile("backward_head", _problem(sizes, q.device), q.device, launch)
 
 
 def _backward_split(tensors, state: Tensor, norms: Tensor, options: Options, sizes: Sizes) -> None:
@@ -207,7 +212,7 @@ def _backward_split(tensors, state: Tensor, norms: Tensor, options: Options, siz
     shares, _, splits = _outer_products(q, do, q, sizes, norms=False, x_mask=mask, z_mask=mask)
     z = scratch(sizes.heads, sizes.D, sizes.DV, like=q)
     pulls = scratch(2, sizes.heads, sizes.D, like=q)
-    kernels.finish_backward[(sizes.heads, triton.cdiv(sizes.D, FINISHING_ROWS))](
+    kernels.finish_backward[(sizes.heads, parts(sizes.D, FINISHING_ROWS))](
         shares, state, norms, z, pulls, q if options.gains is None else options.gains,
         options.gain, options.eps, sizes.heads, sizes.H, splits, **_finishing(sizes, splits, options),
     )  # fmt: skip
@@ -222,7 +227,7 @@ def _backward_split(tensors, state: Tensor, norms: Tensor, options: Options, siz
             KEY_MASKED=options.key_mask is not None, PRECISION=_precision(q, sizes), **tile.compiler_options(),
         )  # fmt: skip
 
-    launch_with_best_tile("apply_backward", _problem(sizes, q), q.device, launch)
+    launch_with_best_tile("apply_backward", _problem(sizes, q.device), q.device, launch)
 
 
 def _forward_qk(q, k, v, o, options: Options, sizes: Sizes, keep: bool) -> Tensor | None:
@@ -238,14 +243,14 @@ def _forward_qk(q, k, v, o, options: Options, sizes: Sizes, keep: bool) -> Tenso
 
     def launch(tile: Tile) -> None:
         rows_q, rows_k = (padded(sizes.N), padded(sizes.M)) if whole else (tile.rows, tile.rows)
-        kernels.attend[(sizes.heads, triton.cdiv(sizes.N, rows_q))](
+        kernels.attend[(sizes.heads, parts(sizes.N, rows_q))](
             q, k, v, o, q if norms is None else norms, *_masks_and_gain(q, options),
             options.gain, options.eps, sizes.heads, sizes.H, sizes.N, sizes.M, *_strides(q, k, v, o),
             D=sizes.D, DV=sizes.DV, BLOCK_D=sizes.block_d, BLOCK_V=sizes.block_v, BLOCK_N=rows_q, BLOCK_M=rows_k,
             WHOLE=whole, KEEP=keep, **_flags(q, options, sizes), **tile.compiler_options(),
         )  # fmt: skip
 
-    launch_with_best_tile("attend", _problem(sizes, q), q.device, launch)
+    launch_with_best_tile("attend", _problem(sizes, q.device), q.device, launch)
     return norms
 
 
@@ -260,7 +265,7 @@ def _backward_qk(tensors, norms: Tensor, options: Options, sizes: Sizes) -> None
             BLOCK_N=padded(sizes.N), BLOCK_M=padded(sizes.M), **_flags(q, options, sizes), **tile.compiler_options(),
         )  # fmt: skip
 
-    launch_with_best_tile("attend_backward", _problem(sizes, q), q.device, launch)
+    launch_with_best_tile("attend_backward", _problem(sizes, q.device), q.device, launch)
 
 
 def _precision(q: Tensor, sizes: Sizes) -> str:
@@ -268,14 +273,15 @@ def _precision(q: Tensor, sizes: Sizes) -> str:
     return "ieee" if narrow else PRECISION[q.dtype]
 
 
-def _problem(sizes: Sizes, q: Tensor) -> Problem:
-    fills_chip = sizes.heads >= 2 * multiprocessors(q.device)
+@functools.lru_cache(maxsize=1024)
+def _problem(sizes: Sizes, device: torch.device) -> Problem:
+    fills_chip = sizes.heads >= 2 * multiprocessors(device)
     return Problem(sizes.tokens, sizes.heads, max(sizes.block_d, sizes.block_v), sizes.itemsize, fills_chip)
 
 
 def _apply_grid(sizes: Sizes, rows: int, tile: Tile, width: int) -> tuple[int, int, int]:
     columns = min(padded(width), tile.columns)
-    return sizes.heads, triton.cdiv(rows, tile.rows * tile.tiles), triton.cdiv(width, columns)
+    return sizes.heads, parts(rows, tile.rows * tile.tiles), parts(width, columns)
 
 
 def _finishing(sizes: Sizes, splits: int, options: Options) -> dict[str, Any]:
@@ -284,7 +290,7 @@ def _finishing(sizes: Sizes, splits: int, options: Options) -> dict[str, Any]:
         "DV": sizes.DV,
         "ROWS": FINISHING_ROWS,
         "BLOCK_V": sizes.block_v,
-        "AT_ONCE": min(16, triton.next_power_of_2(splits)),
+        "AT_ONCE": min(16, power_of_two(splits)),
         "GAIN_BY_IMAGE": options.gains is not None,
     }
 

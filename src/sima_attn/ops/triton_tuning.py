@@ -43,6 +43,11 @@ class Problem(NamedTuple):
     fills_chip: bool  # there are several heads for every multiprocessor
 
 
+def power_of_two(size: int) -> int:
+    """The least one that is not below size."""
+    return 1 << (size - 1).bit_length()
+
+
 def candidates(kernel: str, problem: Problem) -> list[Tile]:
     """Tiles for a kernel, the best known one first, the frugal ones last."""
     wide = problem.width * problem.itemsize > 64 * 2  # a row of a tile takes more than 128 bytes
@@ -53,7 +58,7 @@ def candidates(kernel: str, problem: Problem) -> list[Tile]:
     if wide and kernel.endswith("backward"):
         return [Tile(32, warps=4), Tile(32, warps=4, stages=1), Tile(16, warps=4, stages=1)]
     if kernel == "forward_head":
-        whole = max(16, triton.next_power_of_2(problem.tokens))
+        whole = max(16, power_of_two(problem.tokens))
         if whole <= 64:
             return [Tile(whole, warps=2 if problem.itemsize == 2 else 4), Tile(whole, warps=4), Tile(32, warps=4)]
         if whole <= 256 and not problem.fills_chip and not wide:
@@ -72,18 +77,20 @@ def candidates(kernel: str, problem: Problem) -> list[Tile]:
     }[kernel]
 
 
-_chosen: dict[tuple, Tile] = {}
+_chosen: dict[tuple, Tile] = {}  # for problems alike
+_known: dict[tuple, Tile] = {}  # for the very problem, to be found at once: a call must not wait for Python
 forced: dict[str, Tile] = {}  # a kernel's name -> the tile it must take; benchmarks/tune_tiles.py tries them so
 
 
 def launch_with_best_tile(kernel: str, problem: Problem, device: torch.device, launch: Callable[[Tile], None]) -> None:
     """Call `launch` with the best tile, which is looked up, or found by trying on the first call of a size."""
-    # Sizes between two powers of two share a choice, so that a new image size does not search again.
-    like = problem._replace(tokens=triton.next_power_of_2(problem.tokens), heads=0)
-    key = (kernel, like, device)
-    tile = forced.get(kernel) or _chosen.get(key)
+    tile = forced.get(kernel) or _known.get((kernel, problem, device))
     if tile is None:
-        tile = _chosen[key] = _choose(candidates(kernel, problem), device, launch)
+        # Sizes between two powers of two share a choice, so that a new image size does not search again.
+        key = (kernel, problem._replace(tokens=power_of_two(problem.tokens), heads=0), device)
+        if key not in _chosen:
+            _chosen[key] = _choose(candidates(kernel, problem), device, launch)
+        tile = _known[kernel, problem, device] = _chosen[key]
     launch(tile)
 
 
