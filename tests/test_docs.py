@@ -163,19 +163,26 @@ def tables_of_rows() -> list[tuple[str, str, str]]:
     """(page, file of rows, the table that the page has of them)."""
     from sima_attn.bench.cpu import CpuRow
     from sima_attn.bench.demo import COUNTED_TOKENS, DemoRow, TwinRow, twins_table
+    from sima_attn.bench.detect import DetectSpeedRow, detect_table
+    from sima_attn.bench.edge import EdgeRow, edge_summary
     from sima_attn.bench.gpu import FORWARD, TRAINING, GpuRow
     from sima_attn.bench.model import ModelSpeedRow
+    from sima_attn.bench.paper_edge import PaperEdgeRow, paper_edge_table
     from sima_attn.bench.rows import read_rows
     from sima_attn.bench.tables import cpu_table, demo_table, gpu_summary, gpu_table, model_table
     from sima_attn.export.table_1 import ModelRow, table_1
 
     cpu, gpu = read_rows(RESULTS / "cpu.csv", CpuRow), read_rows(RESULTS / "gpu.csv", GpuRow)
+    paper = read_rows(RESULTS / "paper_edge.csv", PaperEdgeRow)
     tables = [
         ("docs/benchmarks.md", "cpu.csv", cpu_table(cpu, 1)),
         ("docs/cpu-speed.md", "cpu.csv", cpu_table(cpu, 2)),
         ("docs/benchmarks.md", "demo.csv", demo_table(read_rows(RESULTS / "demo.csv", DemoRow), COUNTED_TOKENS)),
         ("docs/benchmarks.md", "demo_twins.csv", twins_table(read_rows(RESULTS / "demo_twins.csv", TwinRow))),
         ("docs/benchmarks.md", "table_1.csv", table_1(read_rows(RESULTS / "table_1.csv", ModelRow))),
+        ("docs/detection.md", "detect_cpu.csv", detect_table(read_rows(RESULTS / "detect_cpu.csv", DetectSpeedRow))),
+        ("docs/edge.md", "edge.csv", edge_summary(read_rows(RESULTS / "edge.csv", EdgeRow))),
+        *(("docs/edge.md", "paper_edge.csv", paper_edge_table([r for r in paper if r.N == N])) for N in (256, 64)),
         ("README.md", "gpu.csv", gpu_summary(gpu)),
         ("docs/gpu.md", "gpu.csv", gpu_table(gpu, FORWARD)),
         ("docs/gpu.md", "gpu.csv", gpu_table(gpu, TRAINING)),

@@ -376,6 +376,27 @@ def edge_table(rows: Sequence[EdgeRow], threads: int) -> TextTable:
     return TextTable(header, lines, bold)
 
 
+def edge_summary(rows: Sequence[EdgeRow]) -> TextTable:
+    """Times the float32 twin's speed, a line for each model, size, runtime and number of threads."""
+    found: dict[tuple[str, int, str, int], dict[tuple[str, str], EdgeRow]] = {}
+    for row in rows:
+        kind = row.variant if row.variant.startswith("sima") else "twin"
+        found.setdefault((row.family, row.pixels, row.runtime, row.threads), {})[kind, row.precision] = row
+    columns = {
+        "SimA": ("sima", FP32),
+        "SimA + ReLU": ("sima + relu", FP32),
+        "twin, int8": ("twin", INT8),
+        "SimA, int8": ("sima", INT8),
+        "SimA + ReLU, int8": ("sima + relu", INT8),
+    }
+    lines = []
+    for (family, pixels, runtime, threads), mine in found.items():
+        twin = mine["twin", FP32]
+        speeds = [f"{mine[key].speedup:.2f}x" if key in mine else "-" for key in columns.values()]
+        lines.append([f"{family}, {twin.variant}", str(pixels), runtime, str(threads), f"{twin.p50_ms:.1f}", *speeds])
+    return TextTable(["model, its twin", "px", "runtime", "threads", "twin, ms", *columns], lines, bold=set())
+
+
 def plot_edge(rows: Sequence[EdgeRow], path: Path) -> None:
     """Speed against the float32 twin: one panel a family and runtime, groups of bars by image side and precision."""
     check_can_plot()
