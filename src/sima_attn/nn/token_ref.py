@@ -20,11 +20,15 @@ def sima_modules(model: nn.Module) -> list[Any]:
 
 
 def set_token_ref(model: nn.Module, trained_size: int) -> None:
-    """Let every SimA module make up for the number of tokens, relative to that at the training size in pixels."""
+    """Let every SimA module make up for the number of tokens, relative to that at the training size in pixels.
+
+    One that has a `token_ref` does so already and keeps it.
+    """
     modules = sima_modules(model)
     if not modules:
         raise ValueError("token_ref is SimA's own, and this model has no SimA attention; leave it away")
-    for module, tokens in zip(modules, tokens_at(model, modules, trained_size), strict=True):
+    without = [module for module in modules if module.token_ref is None]
+    for module, tokens in zip(without, tokens_at(model, without, trained_size), strict=True):
         module.token_ref = tokens
 
 
