@@ -8,8 +8,9 @@ files=(ort.wasm.bundle.min.mjs ort-wasm-simd-threaded.wasm)
 if command -v chromium >/dev/null && command -v chromedriver >/dev/null; then
     echo "chromium and chromedriver are here"
 elif [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-    apt-get update --quiet=2
-    apt-get install --yes --no-install-recommends chromium chromium-driver
+    export DEBIAN_FRONTEND=noninteractive  # nobody is there to answer
+    apt-get update --quiet=2 -o Acquire::http::Timeout=30
+    apt-get install --yes --quiet=2 --no-install-recommends -o Acquire::http::Timeout=30 chromium chromium-driver
 else
     echo "note: the tests of the pages need chromium and chromedriver (Debian: apt-get install chromium" \
         "chromium-driver, as root); without them they are skipped"
