@@ -131,6 +131,7 @@ def test_what_is_no_image_is_explained(chromium, subject, files):
         until(chromium, lambda: "your photo does not leave it" in shown(chromium, "model"))
         give(chromium, b"no image at all")
         until(chromium, lambda: "not an image that the browser can read" in shown(chromium, "status"))
+        assert not chromium.find_elements(By.CSS_SELECTOR, "#guesses li")
 
 
 @needs_runtime

@@ -1,6 +1,5 @@
 """`sima detect` and `sima bench detect`: Mask R-CNN on COCO's format."""
 
-import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +9,7 @@ import typer
 from sima_attn._devices import resolve_device
 from sima_attn.cli import bench
 from sima_attn.cli._shared import Seconds, console, print_table, progress_bar
-from sima_attn.cli.train import check_installed
+from sima_attn.cli.train import check_installed, resolved, say_finished
 
 app = typer.Typer(help="Boxes and instance masks: Mask R-CNN, COCO's format.", no_args_is_help=True)
 
@@ -45,23 +44,22 @@ def train_command(
     """Train a detector by a recipe. Under torchrun, on all its processes; after a crash, add --resume."""
     check_ready()
     from sima_attn.detect.recipes import DetectRecipe, named_recipe
-    from sima_attn.detect.task import train_detector
-    from sima_attn.train.recipes import with_overrides
-    from sima_attn.train.run import RunFolder
 
-    settings = list(overrides or [])
-    settings += [f"data.path={data}"] * (data is not None) + [f"model.weights={backbone}"] * (backbone is not None)
-    settings += [f"run.precision={precision}"] * (precision is not None)
     folder = out or Path("runs") / (recipe or "coco_mini")
-    # Going on needs no recipe named: the folder knows it. One that is named is compared.
-    known = RunFolder(folder).read_recipe(DetectRecipe) if resume and recipe is None else None
-    chosen = with_overrides(known or named_recipe(recipe or "coco_mini"), settings)
+    chosen = resolved(
+        recipe,
+        "coco_mini",
+        folder,
+        kind=DetectRecipe,
+        named=named_recipe,
+        resume=resume,
+        overrides=overrides,
+        options={"data.path": data, "model.weights": backbone, "run.precision": precision},
+    )
+    from sima_attn.detect.task import train_detector  # heavy: after a wrong setting was told
+
     finished = train_detector(chosen, folder, resume=resume, device=device)
-    if os.environ.get("RANK", "0") != "0":
-        return  # torchrun's other processes have nothing to add
-    numbers = ", ".join(f"{name} {value:.1f}" for name, value in finished.metrics.items())
-    console.print(f"[bold]{numbers}[/bold] after {finished.steps} steps, {finished.seconds:.0f} s", highlight=False)
-    console.print(f"Run: {folder} (weights.safetensors, eval.csv)", highlight=False, soft_wrap=True)
+    say_finished(finished, folder, "(weights.safetensors, eval.csv)", ".1f")
 
 
 @app.command("eval")

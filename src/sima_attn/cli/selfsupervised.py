@@ -1,6 +1,5 @@
 """`sima dino`, `sima knn` and `sima linear`."""
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -8,7 +7,7 @@ import typer
 
 from sima_attn._devices import resolve_device
 from sima_attn.cli._shared import console, print_table, progress_bar
-from sima_attn.cli.train import check_installed
+from sima_attn.cli.train import check_installed, resolved, say_finished
 
 if TYPE_CHECKING:
     from torch import nn
@@ -60,30 +59,23 @@ def dino_command(
     """Learn features without labels (DINO). Under torchrun, on all its processes; after a crash, add --resume."""
     check_installed()
     from sima_attn.train.dino_recipes import DinoRecipe, named_dino_recipe
-    from sima_attn.train.recipes import with_overrides
-    from sima_attn.train.run import RunFolder
 
-    settings = list(overrides or [])
-    settings += [f"data.path={data}"] * (data is not None)
-    settings += [f"run.precision={precision}"] * (precision is not None) + ["run.compile=true"] * compile_
     folder = out or Path("runs") / f"dino-{recipe or 'digits'}"
-    # Going on needs no recipe named: the folder knows it. One that is named is compared.
-    known = resume and recipe is None
-    base = RunFolder(folder).read_recipe(DinoRecipe) if known else named_dino_recipe(recipe or "digits")
-    resolved = with_overrides(base, settings)
-
-    from sima_attn.train.dino import train_dino
-
-    finished = train_dino(resolved, folder, resume=resume, device=device)
-    if os.environ.get("RANK", "0") != "0":
-        return  # torchrun's other processes have nothing to add
-    numbers = ", ".join(f"{name} {value:.4g}" for name, value in finished.metrics.items()) or "done"
-    console.print(f"[bold]{numbers}[/bold] after {finished.steps} steps, {finished.seconds:.0f} s", highlight=False)
-    console.print(
-        f"Run: {folder} (weights.safetensors: the teacher). Next: sima knn {folder}, sima linear {folder}",
-        highlight=False,
-        soft_wrap=True,
+    options = {"data.path": data, "run.precision": precision, "run.compile": "true" if compile_ else None}
+    chosen = resolved(
+        recipe,
+        "digits",
+        folder,
+        kind=DinoRecipe,
+        named=named_dino_recipe,
+        resume=resume,
+        overrides=overrides,
+        options=options,
     )
+    from sima_attn.train.dino import train_dino  # heavy: after a wrong setting was told
+
+    finished = train_dino(chosen, folder, resume=resume, device=device)
+    say_finished(finished, folder, f"(weights.safetensors: the teacher). Next: sima knn {folder}, sima linear {folder}")
 
 
 @app.command("knn")

@@ -1,15 +1,19 @@
 """`sima train`, `sima eval` and `sima recipes`."""
 
 import os
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from sima_attn._devices import resolve_device
 from sima_attn.cli._shared import console, print_table
+
+if TYPE_CHECKING:
+    from sima_attn.train.engine import Finished
 
 app = typer.Typer()
 
@@ -19,6 +23,36 @@ def check_installed() -> None:
     missing = [name for name in ("lightning", "torchvision", "safetensors", "yaml") if find_spec(name) is None]
     if missing:
         raise ValueError(f"this needs {', '.join(missing)}, not installed here: pip install 'sima-attn[train]'")
+
+
+def resolved(
+    recipe: str | None,
+    default: str,
+    folder: Path,
+    *,
+    kind: type,
+    named: Callable[[str], Any],
+    resume: bool,
+    overrides: list[str] | None,
+    options: Mapping[str, str | None],
+) -> Any:
+    """The recipe of a run, with the settings of --set and of the options that have a name of their own."""
+    from sima_attn.train.recipes import with_overrides
+    from sima_attn.train.run import RunFolder
+
+    # Going on needs no recipe named: the folder knows it. One that is named is compared.
+    base = RunFolder(folder).read_recipe(kind) if resume and recipe is None else named(recipe or default)
+    given = [f"{name}={value}" for name, value in options.items() if value is not None]
+    return with_overrides(base, [*(overrides or []), *given])
+
+
+def say_finished(finished: "Finished", folder: Path, what: str, form: str = ".4g") -> None:
+    """What a run came to; torchrun's other processes have nothing to add."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    numbers = ", ".join(f"{name} {value:{form}}" for name, value in finished.metrics.items()) or "done"
+    console.print(f"[bold]{numbers}[/bold] after {finished.steps} steps, {finished.seconds:.0f} s", highlight=False)
+    console.print(f"Run: {folder} {what}", highlight=False, soft_wrap=True)
 
 
 @app.command("train")
@@ -39,25 +73,24 @@ def train_command(
 ) -> None:
     """Train a model by a recipe. Under torchrun, on all its processes; after a crash, add --resume."""
     check_installed()
-    from sima_attn.train.recipes import named_recipe, with_overrides
-    from sima_attn.train.run import RunFolder
+    from sima_attn.train.recipes import Recipe, named_recipe
 
-    settings = list(overrides or [])
-    settings += [f"data.path={data}"] * (data is not None)
-    settings += [f"run.precision={precision}"] * (precision is not None) + ["run.compile=true"] * compile_
     folder = out or Path("runs") / (recipe or "digits")
-    # Going on needs no recipe named: the folder knows it. One that is named is compared.
-    base = RunFolder(folder).read_recipe() if resume and recipe is None else named_recipe(recipe or "digits")
-    resolved = with_overrides(base, settings)
+    options = {"data.path": data, "run.precision": precision, "run.compile": "true" if compile_ else None}
+    chosen = resolved(
+        recipe,
+        "digits",
+        folder,
+        kind=Recipe,
+        named=named_recipe,
+        resume=resume,
+        overrides=overrides,
+        options=options,
+    )
+    from sima_attn.train.classify import train_classifier  # heavy: after a wrong setting was told
 
-    from sima_attn.train.classify import train_classifier
-
-    finished = train_classifier(resolved, folder, resume=resume, device=device)
-    if os.environ.get("RANK", "0") != "0":
-        return  # torchrun's other processes have nothing to add
-    numbers = ", ".join(f"{name} {value:.4g}" for name, value in finished.metrics.items())
-    console.print(f"[bold]{numbers}[/bold] after {finished.steps} steps, {finished.seconds:.0f} s", highlight=False)
-    console.print(f"Run: {folder} (weights.safetensors, eval.csv, learning_curve.png)", highlight=False, soft_wrap=True)
+    finished = train_classifier(chosen, folder, resume=resume, device=device)
+    say_finished(finished, folder, "(weights.safetensors, eval.csv, learning_curve.png)")
 
 
 @app.command("eval")
