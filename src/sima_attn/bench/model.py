@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from sima_attn.bench.cuda_timing import check_cuda, device_name, time_graphs
 from sima_attn.bench.rows import today
 from sima_attn.bench.timing import Timing, percentiles
+from sima_attn.nn.compiled import compile_blocks
 
 INFERENCE, TRAINING = "inference", "training"
+COMPILED = {INFERENCE: "whole", TRAINING: "block by block"}
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ def _bench_pair(pair: Twins, size: Size, direction: str, seconds: float) -> list
             called_ms=round(called[attention].p50 * 1e3, 3),
             called_speedup=round(called[pair.attention].p50 / called[attention].p50, 3),
             peak_mib=round(peaks[attention], 1),
-            compiled="block by block",
+            compiled=COMPILED[direction],
             precision="bfloat16 autocast",
             device=device_name(),
             torch=torch.__version__,
@@ -127,11 +129,8 @@ def _bench_pair(pair: Twins, size: Size, direction: str, seconds: float) -> list
 
 def _step(name: str, options: dict, images: Tensor, labels: Tensor, direction: str) -> Callable[[], object]:
     model = timm.create_model(name, **options).cuda()
-    # Blocks are alike, so one compilation serves all: seconds instead of minutes, and the same for both twins.
-    for block in _blocks(model):
-        block.compile(dynamic=False)
     if direction == INFERENCE:
-        model.eval()
+        model = torch.compile(model.eval(), dynamic=False)
 
         @torch.inference_mode()
         def infer() -> Tensor:
@@ -140,6 +139,8 @@ def _step(name: str, options: dict, images: Tensor, labels: Tensor, direction: s
 
         return infer
 
+    model = compile_blocks(model)  # as `sima train` does it; as a whole it would take minutes
+
     def train() -> None:
         with torch.autocast("cuda", torch.bfloat16):
             loss = nn.functional.cross_entropy(model(images), labels)
@@ -147,10 +148,6 @@ def _step(name: str, options: dict, images: Tensor, labels: Tensor, direction: s
         model.zero_grad(set_to_none=True)
 
     return train
-
-
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    return [block for part in ("blocks", "cls_attn_blocks") for block in getattr(model, part, [])]
 
 
 def _peak_mib(step: Callable[[], object]) -> float:

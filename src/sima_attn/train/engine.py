@@ -24,6 +24,7 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
 from sima_attn._devices import resolve_device
+from sima_attn.nn.compiled import compile_blocks
 from sima_attn.train.checkpoint import load_newest, save_checkpoint
 from sima_attn.train.data.loader import seed_everything
 from sima_attn.train.logs import CsvLog, TensorBoard
@@ -244,7 +245,7 @@ class _Loop:
         for kept in task.state().values():
             kept.to(fabric.device)
         self.ema = Average(task.model, self.run.ema, warmup=self.run.ema_warmup) if self.run.ema else None
-        module: Any = torch.compile(task.model) if self.run.compile else task.model
+        module: Any = compile_blocks(task.model) if self.run.compile else task.model
         self.model, self.optimizer = fabric.setup(module, optimizer)
         self.step = 0
         self.sums: dict[str, float] = {}
@@ -373,9 +374,10 @@ class _Loop:
 
     def evaluate(self) -> None:
         before = time.monotonic()
-        metrics = self.task.evaluate(self.task.model)
-        if self.ema:
-            metrics |= {f"ema_{name}": value for name, value in self.task.evaluate(self.ema.module).items()}
+        with torch.compiler.set_stance("force_eager"):  # a few batches, the last a smaller one, do not pay for it
+            metrics = self.task.evaluate(self.task.model)
+            if self.ema:
+                metrics |= {f"ema_{name}": value for name, value in self.task.evaluate(self.ema.module).items()}
         self.model.train()
         self.metrics = metrics
         epoch = self.step / self.task.steps_per_epoch
@@ -398,7 +400,7 @@ class _Loop:
         model = self.task.model
         for part, batch in enumerate(batches):
             self.seed(part)
-            with torch.no_grad(), self.fabric.autocast():
+            with torch.no_grad(), self.fabric.autocast(), torch.compiler.set_stance("force_eager"):
                 loss, where = first_non_finite(model, partial(self.task.loss, model, batch, self.step))
             if not _finite(loss):
                 culprit = where
