@@ -11,11 +11,12 @@ from small_runs import class_folders, small_recipe
 from typer.testing import CliRunner
 
 from sima_attn import cli
+from sima_attn.bench.rows import read_rows
 from sima_attn.nn.token_ref import tokens_at
 from sima_attn.train.classify import train_classifier
 from sima_attn.train.data import open_data
 from sima_attn.train.data.loader import evaluation_transform
-from sima_attn.train.evaluate import evaluate, load_trained
+from sima_attn.train.evaluate import EvaluationRow, evaluate, load_trained
 from sima_attn.train.recipes import RECIPES
 
 
@@ -114,9 +115,8 @@ def sima(*arguments):
 
 def test_eval_prints_each_size_with_and_without_token_ref_and_writes_the_classes(run, tmp_path):
     root, _, _ = run
-    output = sima(
-        "eval", root / "run", "--size", 16, "--size", 32, "--device", "cpu", "--out", tmp_path / "classes.csv"
-    )
+    files = ["--out", tmp_path / "classes.csv", "--rows", tmp_path / "sizes.csv"]
+    output = sima("eval", root / "run", "--size", 16, "--size", 32, "--device", "cpu", *files)
     assert output.count("│ 16") == 1
     assert output.count("│ 32") == 2
     assert "taken for" in output
@@ -124,6 +124,13 @@ def test_eval_prints_each_size_with_and_without_token_ref_and_writes_the_classes
         rows = list(csv.DictReader(file))
     assert [row["name"] for row in rows] == list("abcdefg")
     assert sum(int(row["images"]) for row in rows) == 35
+    sizes = read_rows(tmp_path / "sizes.csv", EvaluationRow)
+    assert [(row.model, row.px, row.token_ref) for row in sizes] == [
+        ("run", 16, False),
+        ("run", 32, False),
+        ("run", 32, True),
+    ]
+    assert all(f"{row.top1:.2f}" in output and row.images == 35 for row in sizes)
 
 
 def test_train_runs_the_default_and_goes_on(tmp_path):

@@ -52,6 +52,15 @@ def cpu_name() -> str:
         return platform.processor() or platform.machine()
 
 
+def processor_name(device: str) -> str:
+    """The processor behind "cpu" or "cuda"."""
+    if device == "cpu":
+        return cpu_name()
+    import torch
+
+    return torch.cuda.get_device_name()
+
+
 def today() -> str:
     """The date as rows have it."""
     return datetime.date.today().isoformat()

@@ -108,13 +108,14 @@ def eval_command(
     ] = None,
     ema: Annotated[bool, typer.Option("--ema", help="The average weights of a checkpoint.")] = False,
     out: Annotated[Path | None, typer.Option(help="CSV file for the classes, of the last line printed.")] = None,
+    rows: Annotated[Path | None, typer.Option(help="CSV file with a row for each line printed.")] = None,
     batch: Annotated[int, typer.Option(help="Images at a time.", min=1)] = 256,
     workers: Annotated[int | None, typer.Option(help="Processes that decode.", min=0)] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
 ) -> None:
     """Top-1 and top-5 of a model on the val images, at any size, with and without token_ref."""
     check_installed()
-    from sima_attn.bench.rows import write_rows
+    from sima_attn.bench.rows import processor_name, write_rows
     from sima_attn.bench.tables import TextTable
     from sima_attn.train.evaluate import evaluate, load_trained
 
@@ -143,6 +144,9 @@ def eval_command(
     if out is not None:
         write_rows(out, last.rows)
         console.print(f"Classes: {out}", highlight=False)
+    if rows is not None:
+        write_rows(rows, [result.as_row(Path(model).name, processor_name(device)) for result in results])
+        console.print(f"Rows: {rows}", highlight=False)
 
 
 @app.command("recipes")

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sima_attn.bench.rows import today
 from sima_attn.models.pretrained import weights_file
 from sima_attn.nn.token_ref import trained_at
 from sima_attn.train import recipes
@@ -48,6 +49,21 @@ class ClassRow:
     most_taken_for: str
 
 
+@dataclass(frozen=True)
+class EvaluationRow:
+    """A model at one size, as a line of a CSV file."""
+
+    model: str
+    px: int
+    token_ref: bool
+    top1: float
+    top5: float
+    loss: float
+    images: int
+    device: str
+    date: str
+
+
 class Evaluation(NamedTuple):
     """What a model does on a data set. `confusion` [K, K] counts images of class i called j."""
 
@@ -68,6 +84,11 @@ class Evaluation(NamedTuple):
         K = len(self.rows)
         pairs = zip(values.tolist(), places.tolist(), strict=True)
         return [(self.rows[p // K].name, self.rows[p % K].name, n) for n, p in pairs if n]
+
+    def as_row(self, model: str, device: str) -> EvaluationRow:
+        """Its numbers, under the names of the model and of what it ran on."""
+        top1, top5, loss = round(self.top1, 3), round(self.top5, 3), round(self.loss, 4)
+        return EvaluationRow(model, self.size, self.token_ref, top1, top5, loss, self.images, device, today())
 
 
 def load_trained(what: str | Path, *, ema: bool = False, num_classes: int | None = None) -> Loaded:

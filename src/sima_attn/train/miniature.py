@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sima_attn._errors import unknown_name
-from sima_attn.bench.rows import cpu_name, read_rows, today, write_rows
+from sima_attn.bench.rows import processor_name, read_rows, today, write_rows
 from sima_attn.train import recipes
 from sima_attn.train.logs import read_log
 from sima_attn.train.recipes import Recipe
@@ -203,7 +203,7 @@ def miniature_recipe(run: MiniatureRun, data: str, *, on_gpu: bool) -> Recipe:
         model=replace(base.model, name=run.model, attention=run.attention, kwargs=run.options),
         data=replace(base.data, path=data),
         schedule=replace(
-            base.schedule, epochs=run.epochs, warmup_epochs=min(base.schedule.warmup_epochs, run.epochs - 1)
+            base.schedule, epochs=run.epochs, warmup_epochs=min(base.schedule.warmup_epochs, max(1, run.epochs // 5))
         ),
         run=replace(base.run, seed=run.seed, compile=on_gpu, checkpoint_minutes=1.0),
     )
@@ -250,7 +250,7 @@ def make_run(run: MiniatureRun, out: Path, data: str, *, device: str = "cuda", q
         steps=steps,
         seconds=seconds,
         images_per_second=rate,
-        device=torch.cuda.get_device_name() if device == "cuda" else cpu_name(),
+        device=processor_name(device),
         torch=torch.__version__,
         date=today(),
     )
