@@ -37,7 +37,8 @@ class Subject:
 
     Attributes:
         size: Side in pixels of the square images it was trained on.
-        mean, std: What the channels, in [0, 1], are normalised by.
+        mean: What is taken from the channels, in [0, 1].
+        std: What they are then divided by.
         multiple: What the sides of an image should be multiples of.
         any_size: It takes images of other sizes than `size`.
         any_shape: It takes images that are not square; for others a photo is squeezed.

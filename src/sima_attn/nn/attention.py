@@ -159,7 +159,8 @@ class SimAttention(Attention):
 
         Q-hat^c = Q^c / |Q^c|_1,  K-hat^c = K^c / |K^c|_1 over the tokens,  O = Q-hat K-hat^T V
 
-    Args beyond timm's:
+    Args:
+        args, kwargs: Those of timm's attention.
         norm: "l1" is the paper; "l2" and "none" are its ablations.
         order: "auto" | "kv" | "qk", see `sima_attention`.
         token_ref: Number of tokens of the training size, see `sima_attention`. None is the paper.

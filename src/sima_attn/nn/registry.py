@@ -37,7 +37,10 @@ ATTENTIONS: dict[str, type[Attention]] = {
 def attention_class(name: str, **options) -> type[Attention]:
     """The class of an attention, with options of its own fixed: what timm's `attn_layer` takes.
 
-    timm.create_model("deit_small_patch16_224", attn_layer=attention_class("sima", token_ref=197))
+    Example:
+        ```python
+        timm.create_model("deit_small_patch16_224", attn_layer=attention_class("sima", token_ref=197))
+        ```
     """
     if name not in ATTENTIONS:
         raise unknown_name("attention", name, ATTENTIONS)

@@ -46,9 +46,12 @@ EXP_LIKE: dict[str, tuple[str, Callable[[tuple], int]]] = {
 class ExpCounter(TorchDispatchMode):
     """Context manager whose `counts` maps each exp-like function to the numbers it was evaluated on.
 
-    with ExpCounter() as counter:
-        model(image)
-    counter.total, counter.counts    # 2794248, Counter({'scaled_dot_product_attention': 2794248})
+    Example:
+        ```python
+        with ExpCounter() as counter:
+            model(image)
+        counter.total, counter.counts  # 2794248, Counter({'scaled_dot_product_attention': 2794248})
+        ```
     """
 
     def __init__(self) -> None:
