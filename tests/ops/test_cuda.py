@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 
 from closeness import assert_as_accurate, assert_close
 from sima_attn.nn import ATTENTIONS, create_attention
-from sima_attn.ops import sima_attention, sima_reference
+from sima_attn.ops import api, sima_attention, sima_reference
 from sima_attn.ops.reference import algorithm_1
 
 pytestmark = [
@@ -45,6 +46,17 @@ def test_compiled_and_under_autocast():
     with torch.autocast("cuda", torch.bfloat16):
         out = torch.compile(sima_attention, fullgraph=True)(q, k, v)
         assert_close(out, sima_attention(q, k, v), 1e-2)
+
+
+def test_compiled_inference_folds_the_projection_in_and_gives_the_same(monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr(api, "PROJECTED_NUMBERS", 1)
+    module = create_attention("sima", 192, 3).cuda().eval()
+    x = torch.randn(2, 1024, 192, device="cuda")
+    with torch.inference_mode(), torch.autocast("cuda", torch.bfloat16):
+        out, code = run_and_get_code(torch.compile(module, fullgraph=True), x)
+        assert "sima_attn.state_qkv" in "".join(code)
+        assert_close(out, module(x), 2e-2)
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)

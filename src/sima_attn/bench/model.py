@@ -5,6 +5,7 @@ A step is timed as a CUDA graph, which is what the chip does, and called from Py
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import timm
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from sima_attn.bench.cuda_timing import check_cuda, device_name, time_graphs
 from sima_attn.bench.rows import today
 from sima_attn.bench.timing import Timing, percentiles
-from sima_attn.nn.compiled import compile_blocks
+from sima_attn.models.compiled import compile_blocks
 
 INFERENCE, TRAINING = "inference", "training"
 COMPILED = {INFERENCE: "whole", TRAINING: "block by block"}
@@ -128,7 +129,7 @@ def _bench_pair(pair: Twins, size: Size, direction: str, seconds: float) -> list
 
 
 def _step(name: str, options: dict, images: Tensor, labels: Tensor, direction: str) -> Callable[[], object]:
-    model = timm.create_model(name, **options).cuda()
+    model: Any = timm.create_model(name, **options).cuda()
     if direction == INFERENCE:
         model = torch.compile(model.eval(), dynamic=False)
 

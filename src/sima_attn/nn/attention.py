@@ -13,10 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from sima_attn._errors import unknown_name
-from sima_attn.ops.api import check_mask, check_options, plan, sima_attention, sima_attention_qkv
+from sima_attn.ops.api import (
+    check_mask,
+    check_options,
+    folds_projection,
+    plan,
+    sima_attention,
+    sima_attention_qkv,
+)
 from sima_attn.ops.cost import AttentionShape, Cost, sima_cost
 from sima_attn.ops.eager import NORMS, compute_dtype, sima_eager, without_autocast
 from sima_attn.ops.reference import sima_matrix_reference
+from sima_attn.ops.triton_op import sima_projected
 
 
 class Attention(nn.Module, ABC):
@@ -198,8 +206,12 @@ class SimAttention(Attention):
         """
         self.refuse_pair_masks(attn_mask, is_causal)
         if self.can_stay_packed:
+            qkv = self.project(x)  # [B, N, 3, H, D]
             options: dict[str, Any] = {"order": self.order, "token_ref": self.token_ref, "eps": self.eps}
-            o = sima_attention_qkv(self.project(x), token_mask=token_mask, **options)  # [B, N, H, D]
+            if token_mask is None and self.projection_is_plain and folds_projection(qkv, order=self.order):
+                x = sima_projected(qkv, self.proj.weight, self.proj.bias, token_ref=self.token_ref, eps=self.eps)
+                return self.proj_drop(x)  # [B, N, C]
+            o = sima_attention_qkv(qkv, token_mask=token_mask, **options)  # [B, N, H, D]
             return self.join(o.transpose(1, 2))
         q, k, v = self.split(x)  # [B, H, N, D] each
         if token_mask is not None:
@@ -211,6 +223,12 @@ class SimAttention(Attention):
         """True where nothing happens to q and k between the projection and the attention."""
         plain = isinstance(self.q_norm, nn.Identity) and isinstance(self.k_norm, nn.Identity)
         return plain and self.norm_over_tokens == "l1"
+
+    @property
+    def projection_is_plain(self) -> bool:
+        """True where the output goes through nothing but proj's own weight, so that it may be folded in."""
+        watched = self.proj._forward_hooks or self.proj._forward_pre_hooks
+        return type(self.proj) is nn.Linear and isinstance(self.norm, nn.Identity) and not watched
 
     def core(
         self,

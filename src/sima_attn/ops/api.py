@@ -24,6 +24,9 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # s = 1 / (|Q|_1 |K|_1) must stay finite in float32 when both norms are eps.
 SMALLEST_EPS = 1e-18
 LARGE = 2**31
+# The projection joins the kernels where its input has so many numbers, and a head so many more tokens than channels:
+# fewer, and the products with the small matrices cost what they save.
+PROJECTED_NUMBERS, PROJECTED_TOKENS = 2**23, 8
 
 
 class Plan(NamedTuple):
@@ -156,6 +159,23 @@ def sima_attention_qkv(
     run = BACKENDS[chosen.backend]
     o = run(q, k, v, order=chosen.order, key_mask=token_mask, query_mask=token_mask, token_ref=token_ref, eps=eps)
     return o.transpose(1, 2)
+
+
+def folds_projection(qkv: Tensor, *, order: str = "auto") -> bool:
+    """True where the projection after the attention should join it: `sima_projected` of these q, k and v.
+
+    That is in compiled inference with many tokens on a CUDA device. Called from Python, the sum with the bias would
+    be a pass of its own, which takes what is saved; float16 does not reach down to 1 / N^2.
+    """
+    B, N, _, H, D = qkv.shape
+    return (
+        torch.compiler.is_compiling()
+        and not torch.is_grad_enabled()
+        and qkv.dtype != torch.float16
+        and B * N * H * D >= PROJECTED_NUMBERS
+        and N >= PROJECTED_TOKENS * D
+        and plan(*qkv.permute(2, 0, 3, 1, 4).unbind(0), order=order) == Plan("kv", "triton")
+    )
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -102,6 +102,11 @@ def forward(
     return _forward_split(q, k, v, o, options, sizes)
 
 
+def state_of(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
+    """W = diag(s) K^T V [B, H, D, DV], float32."""
+    return _sums_forward(q, k, v, options, sizes_of(q, k, v))[0]
+
+
 def backward(tensors: tuple[Tensor, ...], state: Tensor | None, norms: Tensor, options: Options) -> None:
     """Fill dq, dk and dv of (q, k, v, do, dq, dk, dv).
 

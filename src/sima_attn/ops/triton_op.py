@@ -1,8 +1,9 @@
 """The Triton kernels as torch operators: autograd, torch.compile, CUDA graphs, and when they can run at all.
 
-Two operators share the kernels. `sima_attn::attention` takes q, k and v; `sima_attn::attention_qkv` takes the packed
+Three operators share the kernels. `sima_attn::attention` takes q, k and v; `sima_attn::attention_qkv` takes the packed
 projection [B, N, 3, H, D] and returns its gradient packed too, so that no copy stands between the kernels and the
-matrix products around them.
+matrix products around them; `sima_attn::state_qkv` stops at the small matrix of each head, for those who multiply it
+by more than the queries.
 
 Shapes: B batch, H heads, N query tokens, M key tokens, D channels a head, Dv value channels a head.
 """
@@ -103,6 +104,24 @@ def sima_triton_qkv(
     gain, gains = _gain(_unpack(qkv)[0], token_mask, token_ref)
     keep = torch.is_grad_enabled() and qkv.requires_grad
     return attention_qkv(qkv, token_mask, gains, gain, eps, order, keep)[0]
+
+
+def sima_projected(
+    qkv: Tensor, weight: Tensor, bias: Tensor | None, *, token_ref: float | None = None, eps: float = 1e-12
+) -> Tensor:
+    """Packed [B, N, 3, H, D] -> the attention times a projection weight [C, H * D], plus its bias: [B, N, C].
+
+    O W^T = Q (diag(s) K^T V W^T): the projection joins the small matrix of a head, and O is never written. Inference
+    only.
+    """
+    B, _, _, H, D = qkv.shape
+    gain, _ = _gain(_unpack(qkv)[0], None, token_ref)
+    C = weight.shape[0]
+    state = state_qkv(qkv, gain, eps).to(qkv.dtype).transpose(0, 1).reshape(H, B * D, D)
+    columns = weight.to(qkv.dtype).view(C, H, D).permute(1, 2, 0)  # [H, D, C]
+    matrices = torch.bmm(state, columns).view(H, B, D, C).transpose(0, 1).reshape(B, H * D, C)
+    out = torch.bmm(qkv[:, :, 0].flatten(2), matrices)  # [B, N, C]
+    return out if bias is None else out + bias.to(out.dtype)
 
 
 def _gain(q: Tensor, query_mask: Tensor | None, token_ref: float | None) -> tuple[float, Tensor | None]:
@@ -246,6 +265,21 @@ def attention_qkv_backward(
 @attention_qkv_backward.register_fake
 def _(grad, qkv, state, norms, token_mask, gains, gain, eps):
     return torch.empty_like(qkv, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("sima_attn::state_qkv", mutates_args=())
+def state_qkv(qkv: Tensor, gain: float, eps: float) -> Tensor:
+    """diag(s) K^T V [B, H, D, D] of a packed [B, N, 3, H, D], float32; without a gradient."""
+    from sima_attn.ops.triton_launch import Options, state_of
+
+    with _device_of(qkv):
+        return state_of(*_unpack(qkv), Options(None, None, None, gain, eps))
+
+
+@state_qkv.register_fake
+def _(qkv, gain, eps):
+    B, _, _, H, D = qkv.shape
+    return qkv.new_empty((B, H, D, D), dtype=torch.float32)
 
 
 def _save(ctx, inputs, output) -> None:

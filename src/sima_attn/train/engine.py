@@ -24,7 +24,7 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
 from sima_attn._devices import resolve_device
-from sima_attn.nn.compiled import compile_blocks
+from sima_attn.models.compiled import compile_blocks
 from sima_attn.train.checkpoint import load_newest, save_checkpoint
 from sima_attn.train.data.loader import seed_everything
 from sima_attn.train.logs import CsvLog, TensorBoard

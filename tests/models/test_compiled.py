@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 import sima_attn.models  # noqa: F401
-from sima_attn.nn.compiled import compile_blocks
+from sima_attn.models.compiled import compile_blocks
 
 SMALL = {"embed_dim": 32, "depth": 4, "num_heads": 2, "num_classes": 5}
 
