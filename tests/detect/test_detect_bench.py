@@ -1,16 +1,25 @@
 """`sima bench detect`: rows come in pairs and say what was measured."""
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from sima_attn.bench import detect
-from sima_attn.bench.detect import BACKBONE, DETECTOR, Twins, bench_detect, detect_table
+from sima_attn.bench.detect import BACKBONE, CALLED, DETECTOR, GRAPH, Twins, bench_detect, detect_table
 from sima_attn.bench.rows import read_rows, write_rows
+
+PAIR = Twins("sima_xcit_nano_12_p16_224", "xca")
+
+
+def measured(device):
+    (rows,) = bench_detect(device, twins=[PAIR], pixels=[64], seconds=0.0, depth=1, proposals=8)
+    return rows
 
 
 def test_twins_are_measured_side_by_side(tmp_path, monkeypatch):
     monkeypatch.setattr(detect, "DETECTIONS", 1)
-    pair = Twins("sima_xcit_nano_12_p16_224", "xca")
-    (rows,) = bench_detect("cpu", twins=[pair], pixels=[64], seconds=0.0, depth=1, proposals=8)
+    rows = measured("cpu")
     assert [(row.attention, row.part) for row in rows] == [
         (attention, part) for part in (BACKBONE, DETECTOR) for attention in ("xca", "sima")
     ]
@@ -20,6 +29,18 @@ def test_twins_are_measured_side_by_side(tmp_path, monkeypatch):
     assert rows[3].detections == rows[2].detections
     write_rows(tmp_path / "rows.csv", rows)
     assert read_rows(tmp_path / "rows.csv", type(rows[0])) == rows
-    assert len(detect_table(rows).lines) == 2
+    assert all(row.timed == CALLED and row.called_ms == row.p50_ms for row in rows)
+    table = detect_table(rows)
+    assert len(table.lines) == 2
+    with_graphs = detect_table([replace(row, timed=GRAPH) if row.part == BACKBONE else row for row in rows])
+    assert set(with_graphs.header) - set(table.header) == {"timed", "twin called, ms", "SimA called, ms"}
+    assert {len(line) for line in with_graphs.lines} == {len(with_graphs.header)}
     with pytest.raises(ValueError, match="device must be one of cuda, cpu"):
         next(bench_detect("tpu"))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_the_backbone_is_timed_as_a_graph():
+    rows = measured("cuda")
+    assert {(row.part, row.timed) for row in rows} == {(BACKBONE, GRAPH), (DETECTOR, CALLED)}
+    assert all(row.p50_ms > 0 and row.called_ms > 0 and row.peak_mib > 0 for row in rows)

@@ -17,9 +17,9 @@ FAMILIES = list(SMALL)
 DEIT, XCIT, CVT = FAMILIES
 
 
-def pyramid(name, **kwargs) -> Pyramid:
+def pyramid(name, *, norm=False, **kwargs) -> Pyramid:
     """Biases and BatchNorms as after training: at their start they hide what reaches the padding."""
-    model = Pyramid(block_maps(name, **SMALL[name], **kwargs)).double().eval()
+    model = Pyramid(block_maps(name, **SMALL[name], **kwargs), norm).double().eval()
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             nn.init.normal_(module.running_mean)
@@ -65,6 +65,32 @@ def test_finer_by_transposed_convolutions_coarser_by_pooling():
         to_stride(8, 12, 16, nn.GELU)
 
 
+@pytest.mark.parametrize("norm", [True, False])
+def test_with_norms_the_pyramid_does_not_depend_on_how_large_the_maps_are(norm, monkeypatch):
+    """The law, and that it fails without them."""
+    model = pyramid(XCIT, norm=norm)
+    image = torch.randn(1, 3, 64, 64, dtype=torch.float64)
+    found = model.maps(image)
+    outs = []
+    for scale in (1, 30):
+        monkeypatch.setattr(model.maps, "forward", lambda *_, scale=scale: [scale * x for x in found])
+        outs.append(model(image)["1"])
+    assert torch.allclose(*outs, rtol=1e-3, atol=1e-3) == norm
+
+
+def test_frozen_statistics_stay_as_they_came_and_others_do_not():
+    target = {"boxes": torch.tensor([[9.0, 9, 40, 50]]), "labels": torch.tensor([1]), "masks": torch.ones(1, 64, 64)}
+    for frozen in (True, False):
+        model = build_mask_rcnn(XCIT, 2, proposals=4, freeze_statistics=frozen, **SMALL[XCIT])
+        before = {name: x.clone() for name, x in model.backbone.maps.named_buffers()}
+        losses = model.eval().train()([torch.rand(3, 64, 64)], [target])
+        sum(losses.values()).backward()
+        same = [torch.equal(x, before[name]) for name, x in model.backbone.maps.named_buffers() if "running" in name]
+        assert same
+        assert all(same) if frozen else not any(same)
+        assert [n for n, p in model.named_parameters() if p.grad is None] == []
+
+
 def test_blocks_are_the_papers_and_their_shares():
     assert spread_blocks(12) == (4, 6, 8, 12)
     assert spread_blocks(24) == (8, 12, 16, 24)
@@ -83,9 +109,11 @@ def test_blocks_are_the_papers_and_their_shares():
         (XCIT, {}),
         (XCIT, {"token_ref": "train"}),
         (XCIT, {"attention": "xca"}),
+        (XCIT, {"norm": True}),
         (XCIT, {"lpi": False}),
         (CVT, {}),
         (CVT, {"token_ref": "train"}),
+        (CVT, {"norm": True}),
         (CVT, {"attention": "softmax"}),
     ],
     ids=str,

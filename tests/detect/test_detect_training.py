@@ -17,7 +17,7 @@ from sima_attn.detect import recipes
 from sima_attn.detect.predict import Detected, draw, find_photos, label_place, overlap
 from sima_attn.detect.recipes import RECIPES, DetectRecipe, named_recipe
 from sima_attn.detect.task import Detection, train_detector
-from sima_attn.detect.weights import load_backbone, load_detector
+from sima_attn.detect.weights import build_detector, load_backbone, load_detector
 from sima_attn.train.checkpoint import load_newest
 from sima_attn.train.engine import start_fabric
 from sima_attn.train.logs import read_log
@@ -71,6 +71,27 @@ def test_mixed_precision_trains_and_leaves_the_boxes_as_they_are(data, tmp_path)
     half, full = (read_log(tmp_path / name / "train.csv")[0] for name in ("half", "whole"))
     assert finished.steps == 1
     assert float(half["loss_rpn_box_reg"]) == pytest.approx(float(full["loss_rpn_box_reg"]), rel=0.05)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_gpu_trains_and_evaluates(data, tmp_path, precision):
+    """Images of two shapes in a batch: masks, anchors and targets on the device, frozen statistics and norms too."""
+    recipe = small_recipe(
+        data,
+        epochs=10,
+        run={"batch": 4, "precision": precision},
+        model={"norm_maps": True, "freeze_statistics": True, "drop_path": 0.0},
+    )
+    recipe = replace(
+        recipe,
+        augment=replace(recipe.augment, flip=0.0, crop=0.0),
+        optim=replace(recipe.optim, lr=3e-4),
+    )
+    finished = train_detector(recipe, tmp_path / "run", device="cuda", quiet=True)
+    losses = [float(row["loss"]) for row in read_log(tmp_path / "run" / "train.csv")]
+    assert np.mean(losses[-3:]) < 0.7 * np.mean(losses[:3])
+    assert "box_ap50" in finished.metrics
 
 
 class KilledError(Exception):
@@ -167,6 +188,26 @@ def test_the_recipe_is_the_papers():
     assert with_overrides(recipe, ["model.blocks=1,2,3,4", "augment.sides=64,96"]).model.blocks == (1, 2, 3, 4)
 
 
+def test_the_mini_recipe_starts_from_the_weights_of_the_package():
+    import timm
+
+    recipe = named_recipe("coco_mini")
+    body = build_detector(recipe, 80, start=True).backbone.maps.body.state_dict()
+    shipped = timm.create_model(recipe.model.name, pretrained=True).state_dict()
+    assert body.keys() < shipped.keys()
+    assert all(torch.equal(value, shipped[key]) for key, value in body.items())
+    later = build_detector(recipe, 80).backbone.maps.body.state_dict()  # to load a run's weights into
+    assert not torch.equal(later["blocks.0.mlp.fc1.weight"], shipped["blocks.0.mlp.fc1.weight"])
+
+
+def test_several_splits_are_evaluated_each_under_its_name(data, tmp_path):
+    recipe = small_recipe(data, epochs=1)
+    recipe = replace(recipe, data=replace(recipe.data, eval_split="train, val"))
+    finished = train_detector(recipe, tmp_path / "two", device="cpu", quiet=True)
+    kinds = [f"{kind}_{n}" for kind in ("box", "mask") for n in ("ap", "ap50", "ap75")]
+    assert list(finished.metrics) == [f"{split}_{kind}" for split in ("train", "val") for kind in kinds]
+
+
 def test_the_learning_rate_warms_up_and_falls_in_steps():
     schedule = StepSchedule(epochs=36, drops=(27, 33), warmup_steps=500)
     factors = [schedule.factor(step, 1000) for step in (0, 250, 500, 26_999, 27_000, 32_999, 33_000)]
@@ -181,6 +222,7 @@ def test_the_learning_rate_warms_up_and_falls_in_steps():
         ("augment.sides=800,480", "augment.sides must be two numbers"),
         ("data.longest=10", "data.longest must not be below"),
         ("model.proposals=0", "model.proposals must be at least 1"),
+        ("data.eval_split=train,", "data.eval_split must be a split, or several"),
     ],
 )
 def test_a_value_no_run_can_have_is_an_error(setting, message):

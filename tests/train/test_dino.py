@@ -18,7 +18,18 @@ from sima_attn.nn import SimAttention
 from sima_attn.train import dino
 from sima_attn.train.checkpoint import load_newest
 from sima_attn.train.classify import train_classifier
-from sima_attn.train.crops import CropImage, View, blur, crop_batch, jitter_with_hue, resized_crops, split_views, views
+from sima_attn.train.crops import (
+    HUE,
+    YIQ,
+    CropBatch,
+    CropImage,
+    View,
+    blur,
+    jitter_with_hue,
+    resized_crops,
+    split_views,
+    views,
+)
 from sima_attn.train.dino import Branch, Dino, DinoLoss, Head, cosine, entropy, information, spread, train_dino
 from sima_attn.train.dino_recipes import DINO_RECIPES, Crops, DinoRecipe, Distill, Probe, check, named_dino_recipe
 from sima_attn.train.features import build_backbone, load_backbone
@@ -277,20 +288,44 @@ def test_views_are_the_global_ones_and_then_the_local_ones():
 
 
 def test_crops_of_a_batch_have_their_sizes_and_are_all_different():
-    images = torch.rand(3, 3, 32, 32)
+    images = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8)
     crops = Crops(local_count=4, local_size=12)
-    large, small = crop_batch(images, crops)
+    data = Data("", size=32, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+    crop = CropBatch(crops, data)
+    large, small = crop(images)
     assert large.shape == (6, 3, 32, 32)
     assert small.shape == (12, 3, 12, 12)
     for group in (large, small):
         assert group.min() >= 0
         assert group.max() <= 1
     assert len({tuple(crop.flatten().tolist()) for crop in small}) == 12
-    assert len(crop_batch(images, replace(crops, local_count=0))) == 1
-    torch.manual_seed(5)
-    one = crop_batch(images, crops)
-    torch.manual_seed(5)
-    assert all(torch.equal(a, b) for a, b in zip(one, crop_batch(images, crops), strict=True))
+    assert len(CropBatch(replace(crops, local_count=0), data)(images)) == 1
+    made = []
+    for given in (data, data, replace(data, mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6))):
+        torch.manual_seed(5)
+        made.append(CropBatch(crops, given)(images))
+    for one, again, normalised in zip(*made, strict=True):
+        assert torch.equal(one, again)
+        mean, std = torch.tensor([0.1, 0.2, 0.3]).view(3, 1, 1), torch.tensor([0.4, 0.5, 0.6]).view(3, 1, 1)
+        assert torch.allclose(normalised, (one - mean) / std, atol=1e-5)
+
+
+def test_blur_and_solarisation_have_the_chance_of_their_view():
+    """Of the global views the first is never solarised here, the second always."""
+    crops = Crops(
+        global_scale=(1.0, 1.0), local_count=0, flip=0.0, jitter=0.0, grey=0.0, blur=(0.0, 0.0, 0.0), solarise=1.0
+    )
+    data = Data("", size=16, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+    white = torch.full((3, 3, 16, 16), 255, dtype=torch.uint8)
+    first, second = CropBatch(crops, data)(white)[0].chunk(2)
+    assert torch.allclose(first, torch.ones(3, 3, 16, 16))
+    assert torch.allclose(second, torch.zeros(3, 3, 16, 16), atol=1e-6)
+    edge = white.clone()
+    edge[..., :8] = 0
+    torch.manual_seed(0)
+    blurred = CropBatch(replace(crops, solarise=0.0, blur=(1.0, 0.0, 0.0), blur_sigma=(2.0, 2.0)), data)(edge)[0]
+    first, second = ((view > 0.02) & (view < 0.98) for view in blurred.chunk(2))
+    assert (first.sum((1, 2, 3)) > second.sum((1, 2, 3))).all()
 
 
 def test_views_follow_one_another_each_of_all_images():
@@ -298,13 +333,14 @@ def test_views_follow_one_another_each_of_all_images():
     plain = {"jitter": 0.0, "grey": 0.0, "blur": (1.0, 1.0, 1.0), "solarise": 0.0, "local_count": 3, "local_size": 8}
     crops = Crops(**plain)
     levels = [40, 120, 200]
-    images = torch.tensor(levels).view(3, 1, 1, 1).expand(3, 3, 16, 16) / 255
+    images = torch.tensor(levels, dtype=torch.uint8).view(3, 1, 1, 1).expand(3, 3, 16, 16)
+    plain_colours = Data("", size=16, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
     from PIL import Image
 
     crop = CropImage(crops, 16, "bicubic")
     rows = torch.stack([crop(Image.new("RGB", (20, 18), (level,) * 3)) for level in levels])
     assert rows.dtype == torch.uint8
-    for groups in (crop_batch(images, crops), split_views(rows, crops, 16)):
+    for groups in (CropBatch(crops, plain_colours)(images), split_views(rows, crops, 16)):
         assert [group.shape for group in groups] == [(6, 3, 16, 16), (9, 3, 8, 8)]
         for group in groups:
             expected = torch.tensor(levels).repeat(len(group) // 3).view(-1, 1, 1, 1) / 255
@@ -336,6 +372,11 @@ def test_hue_keeps_the_luma_and_greys():
     luma = torch.tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)
     assert torch.allclose((turned * luma).sum(1), (images * luma).sum(1), atol=1e-3)
     assert not torch.allclose(turned, images, atol=1e-3)
+    angle = torch.tensor(0.7)
+    yiq = torch.tensor(YIQ)
+    turn = torch.tensor([[1, 0, 0], [0, angle.cos(), -angle.sin()], [0, angle.sin(), angle.cos()]])
+    combined = torch.stack([torch.ones(()), angle.cos(), angle.sin()]) @ HUE
+    assert torch.allclose(combined.view(3, 3), torch.linalg.inv(yiq) @ turn @ yiq, atol=1e-5)
     grey = torch.rand(2, 1, 5, 5).expand(2, 3, 5, 5)
     assert torch.allclose(jitter_with_hue(grey, (0.0, 0.0, 0.5, 0.5)), grey, atol=1e-3)
     assert torch.allclose(jitter_with_hue(images, (0.0, 0.0, 0.0, 0.0)), images, atol=1e-6)

@@ -141,3 +141,31 @@ def bench_table_command(
     from sima_attn.bench.tables import cpu_table
 
     print(cpu_table(read_rows(rows_file, CpuRow), threads).markdown())
+
+
+@app.command("knn")
+def bench_knn_command(
+    bank: Annotated[int | None, typer.Option(help="Images in the bank.", show_default="1281167; CPU 20000")] = None,
+    dim: Annotated[int | None, typer.Option(help="Channels of a feature.", show_default="384; CPU 64")] = None,
+    queries: Annotated[int | None, typer.Option(help="Images to classify.", show_default="50000; CPU 1000")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    out: Annotated[Path, typer.Option(help="CSV file for the rows.")] = Path("benchmarks/results/knn_speed.csv"),
+) -> None:
+    """20-NN on synthetic features, the bank read from a file in blocks and held in memory: time and memory."""
+    from sima_attn._devices import resolve_device
+    from sima_attn.bench.knn import SIZES, Size, bench_knn, knn_speed_table
+    from sima_attn.bench.rows import write_rows
+
+    device = resolve_device(device)
+    usual = SIZES[device]
+    size = Size(*(given or number for given, number in zip((bank, dim, queries), usual, strict=True)))
+    with progress_bar() as bar:
+        task = bar.add_task("starting", total=None)
+        rows = bench_knn(
+            size,
+            device=device,
+            on_step=lambda what, done, total: bar.update(task, description=what, completed=done, total=total),
+        )
+    write_rows(out, rows)
+    print_table(knn_speed_table(rows), f"20-NN and its vote, features in half precision, {rows[0].device}")
+    console.print(f"Rows: {out}", highlight=False)

@@ -1,13 +1,16 @@
 """`sima reproduce`: the paper's comparisons, run again."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from sima_attn._files import written_whole
 from sima_attn.cli._shared import console, print_table, progress_bar
 from sima_attn.cli.train import check_installed
+
+if TYPE_CHECKING:
+    from sima_attn.train.dino_miniature import DinoResultRow, DinoRun
 
 app = typer.Typer(help="Run the paper's comparisons again.", no_args_is_help=True)
 
@@ -70,3 +73,55 @@ def miniature_command(
 def outcome(top1: float, status: str, seconds: float) -> str:
     """What became of a run, in a few words."""
     return f"top-1 {top1:.2f}, {seconds:.0f} s" if status == "finished" else f"{status}, {seconds:.0f} s"
+
+
+@app.command("dino")
+def dino_command(
+    data: Annotated[str, typer.Option(help="Folder of 64-pixel images, e.g. Tiny ImageNet.")],
+    out: Annotated[Path, typer.Option(help="Folder of the runs, rows, the table and the figure.")] = Path(
+        "runs/dino-miniature"
+    ),
+    only: Annotated[list[str] | None, typer.Option(help="Name of a run; repeat for several. Default: all.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Epochs of every run.", min=1, show_default="100")] = None,
+    jobs: Annotated[int, typer.Option(help="Runs side by side on the one device.", min=1)] = 1,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+) -> None:
+    """The paper's self-supervised comparison on small images: a table and a figure. Start it again to go on."""
+    check_installed()
+    from sima_attn._devices import resolve_device
+    from sima_attn.bench.figures import check_can_plot
+    from sima_attn.train.data import open_data
+    from sima_attn.train.dino_miniature import make_dino_runs, planned_dino_runs, read_collected_dino
+    from sima_attn.train.dino_miniature_report import dino_table, plot_dino
+
+    runs = planned_dino_runs(only or (), epochs=epochs)
+    check_can_plot()
+    for split in ("train", "val"):
+        open_data(data, split)  # wrong data are named before anything runs
+    device = resolve_device(device)
+    if jobs == 1:  # each run shows a bar of its own
+
+        def started(run: "DinoRun") -> None:
+            console.print(f"{run.folder} ({run.about})", highlight=False)
+
+        for _, row in make_dino_runs(runs, out, data, device=device, on_start=started):
+            console.print(f"  {dino_outcome(row)}", highlight=False)
+    else:
+        with progress_bar() as bar:
+            task = bar.add_task(f"{jobs} runs at a time", total=len(runs))
+            for run, row in make_dino_runs(runs, out, data, device=device, jobs=jobs):
+                bar.update(task, advance=1)
+                bar.console.print(f"{run.folder}: {dino_outcome(row)}", highlight=False)
+    results, curves = read_collected_dino(out)
+    table = dino_table(results)
+    with written_whole(out / "tables.md") as temporary:
+        temporary.write_text(table.markdown() + "\n")
+    plot_dino(results, curves, out / "dino.png")
+    print_table(table, title="Frozen features here, and in the paper (ImageNet)")
+    console.print(f"Rows, tables.md and dino.png: {out}", highlight=False, soft_wrap=True)
+
+
+def dino_outcome(row: "DinoResultRow") -> str:
+    """What became of a run of DINO, in a few words."""
+    found = f"k-NN {row.knn_top1:.2f}, linear {row.linear_top1:.2f}" if row.status == "finished" else row.status
+    return f"{found}, {row.seconds:.0f} s of training"

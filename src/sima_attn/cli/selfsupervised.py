@@ -219,6 +219,7 @@ class _Taking:
         self.path = data if data is not None else backbone.data.path
         if not self.path:
             raise ValueError(f"{model} is a registered model: say with --data which images to take")
+        self.workers = workers
         changes: dict[str, Any] = {"size": size, "workers": workers}
         self.data = replace(backbone.data, **{name: value for name, value in changes.items() if value is not None})
         where = Path(model) if Path(model).is_dir() else Path(model).parent if Path(model).is_file() else Path("runs")
@@ -227,13 +228,14 @@ class _Taking:
 
     def __call__(self, model: "nn.Module", split: str) -> "tuple[Source, Features]":
         from sima_attn.train.data import open_data
-        from sima_attn.train.features import extract
+        from sima_attn.train.features import extract, with_workers
 
         source = open_data(self.path, split)
+        data = self.data if self.workers is not None else with_workers(self.data, len(source))
         with progress_bar() as bar:
             step = _moving(bar, f"features of {split}")
             return source, extract(
-                model, source, self.data, self.folder, say=bar.console.print, on_step=step, **self.options
+                model, source, data, self.folder, say=bar.console.print, on_step=step, **self.options
             )
 
 

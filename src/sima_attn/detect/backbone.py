@@ -58,9 +58,11 @@ class Inside:
 
     def mask(self, stride: int, device: torch.device) -> Tensor:
         """True where there is an image: [B, 1, rows, columns] of the canvas."""
-        rows, columns = (torch.arange(-(-side // stride), device=device) for side in self.canvas)
-        ends = torch.tensor(self.grids(stride), device=device)[:, :, None, None]  # [B, 2, 1, 1]
-        return ((rows[:, None] < ends[:, 0]) & (columns < ends[:, 1]))[:, None]
+        height, width = (-(-side // stride) for side in self.canvas)
+        mask = torch.zeros(len(self.sizes), 1, height, width, dtype=torch.bool, device=device)
+        for own, (rows, columns) in zip(mask, self.grids(stride), strict=True):
+            own[:, :rows, :columns] = True  # filled there: a copy from the CPU would wait for the device
+        return mask
 
 
 def whole(side: int, unit: int) -> int:

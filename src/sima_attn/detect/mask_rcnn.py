@@ -50,7 +50,7 @@ class Anchors(AnchorGenerator):
         device = feature_maps[0].device
         self.set_cell_anchors(torch.promote_types(feature_maps[0].dtype, torch.float32), device)
         strides = (*STRIDES, COARSEST)
-        steps = [[torch.tensor(stride, device=device)] * 2 for stride in strides]
+        steps: Any = [[stride] * 2 for stride in strides]  # numbers: tensors of them would wait for the device
         levels = self.grid_anchors([list(x.shape[-2:]) for x in feature_maps], steps)  # [rows * columns * 3, 4] each
         inside = Inside.of(image_list.image_sizes, tuple(image_list.tensors.shape[-2:]))
         if inside is None:
@@ -141,7 +141,7 @@ def _with_edge(x: Tensor, grid: tuple[int, int]) -> Tensor:
     rows, columns = (
         torch.arange(side, device=x.device).clamp(max=own - 1) for side, own in zip(x.shape[1:], grid, strict=True)
     )
-    return x[:, rows][:, :, columns]
+    return x.index_select(1, rows).index_select(2, columns)  # its gradient needs no sorting
 
 
 class SimaMaskRCNN(MaskRCNN):
@@ -151,7 +151,15 @@ class SimaMaskRCNN(MaskRCNN):
     `max_size`, and what comes back is in pixels of the image given; in training they are taken as they come.
     """
 
-    def __init__(self, backbone: Pyramid, num_classes: int, *, proposals: int = 1000, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        backbone: Pyramid,
+        num_classes: int,
+        *,
+        proposals: int = 1000,
+        freeze_statistics: bool = False,
+        **kwargs: Any,
+    ) -> None:
         anchors = Anchors()
         head = RegionHead(backbone.out_channels, anchors.num_anchors_per_location()[0])
         super().__init__(
@@ -176,7 +184,17 @@ class SimaMaskRCNN(MaskRCNN):
             post_nms_top_n={"training": proposals, "testing": proposals},
             nms_thresh=0.7,
         )
-        self.num_classes = num_classes
+        self.num_classes, self.freeze_statistics = num_classes, freeze_statistics
+        self.train()
+
+    def train(self, mode: bool = True) -> SimaMaskRCNN:
+        """Training or evaluation; frozen statistics stay as they are in both."""
+        super().train(mode)
+        if self.freeze_statistics:
+            for module in self.backbone.maps.modules():
+                if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                    module.eval()
+        return self
 
     def forward(self, images: list[Tensor], targets: list[Target] | None = None) -> Any:
         """Losses by name in training; in evaluation boxes, labels, scores and masks [n, 1, height, width] an image.
@@ -185,8 +203,7 @@ class SimaMaskRCNN(MaskRCNN):
         """
         if self.training != (targets is not None):
             raise ValueError("targets are needed in training and only there; see model.train() and model.eval()")
-        for target in targets or []:
-            check_target(target, self.num_classes)
+        check_targets(targets or [], self.num_classes)
         given = [tuple(image.shape[-2:]) for image in images]
         batch, targets = self.transform(images, targets)
         inside = Inside.of(batch.image_sizes, tuple(batch.tensors.shape[-2:]))
@@ -207,20 +224,25 @@ class SimaMaskRCNN(MaskRCNN):
         return {f"backbone.maps.body.{name}" for name in self.backbone.maps.body.no_weight_decay()}
 
 
-def check_target(target: Target, num_classes: int) -> None:
+def check_targets(targets: Sequence[Target], num_classes: int) -> None:
     """Raise for boxes, labels and masks that do not fit each other."""
-    boxes, labels, masks = target["boxes"], target["labels"], target["masks"]
-    if boxes.shape != (len(labels), 4) or masks.dim() != 3 or len(masks) != len(labels):
-        raise ValueError(
-            "a target needs boxes [n, 4], labels [n] and masks [n, height, width], got "
-            f"{tuple(boxes.shape)}, {tuple(labels.shape)} and {tuple(masks.shape)}"
-        )
-    if not len(labels):
+    for target in targets:
+        boxes, labels, masks = target["boxes"], target["labels"], target["masks"]
+        if boxes.shape != (len(labels), 4) or masks.dim() != 3 or len(masks) != len(labels):
+            raise ValueError(
+                "a target needs boxes [n, 4], labels [n] and masks [n, height, width], got "
+                f"{tuple(boxes.shape)}, {tuple(labels.shape)} and {tuple(masks.shape)}"
+            )
+    if not any(len(target["labels"]) for target in targets):
         return
-    if (boxes[:, 2:] <= boxes[:, :2]).any():
-        raise ValueError(f"a box must have x0 < x1 and y0 < y1, got {boxes[(boxes[:, 2:] <= boxes[:, :2]).any(1)][0]}")
-    if labels.min() < 1 or labels.max() > num_classes:
-        raise ValueError(f"labels go from 1 to {num_classes}, got {int(labels.min())} to {int(labels.max())}")
+    boxes, labels = (torch.cat([target[name] for target in targets]) for name in ("boxes", "labels"))
+    ends = (boxes[:, 2:] - boxes[:, :2]).min(), labels.min(), labels.max()
+    least, low, high = torch.stack([end.to(boxes.dtype) for end in ends]).tolist()  # one wait for the device
+    if not least > 0:
+        wrong = boxes[~(boxes[:, 2:] > boxes[:, :2]).all(dim=1)][0]
+        raise ValueError(f"a box must have x0 < x1 and y0 < y1, got {wrong}")
+    if low < 1 or high > num_classes:
+        raise ValueError(f"labels go from 1 to {num_classes}, got {low:.0f} to {high:.0f}")
 
 
 def build_mask_rcnn(
@@ -229,6 +251,8 @@ def build_mask_rcnn(
     *,
     blocks: Sequence[int] | None = None,
     drop_path: float = 0.0,
+    norm_maps: bool = False,
+    freeze_statistics: bool = False,
     side: int = 800,
     longest: int = 1333,
     score_threshold: float = 0.05,
@@ -243,6 +267,9 @@ def build_mask_rcnn(
         name: Of the model, e.g. "sima_xcit_small_12_p16_224", the paper's.
         num_classes: Without the background.
         blocks, drop_path, prepare, kwargs: See `block_maps`.
+        norm_maps: Whether a LayerNorm stands between each block's map and the pyramid; see `Pyramid`.
+        freeze_statistics: Whether BatchNorm of the backbone keeps the statistics it came with, also in training,
+            where those of a batch are those of a few images and their padding.
         side, longest: In evaluation the shorter side, and the most that the longer one may have, in pixels.
         score_threshold, detections: Least score, and most detections of an image.
         proposals: Most regions of an image that the heads look at.
@@ -254,9 +281,10 @@ def build_mask_rcnn(
         )
     maps = block_maps(name, blocks=blocks, drop_path=drop_path, prepare=prepare, **kwargs)
     return SimaMaskRCNN(
-        Pyramid(maps),
+        Pyramid(maps, norm_maps),
         num_classes,
         proposals=proposals,
+        freeze_statistics=freeze_statistics,
         min_size=side,
         max_size=longest,
         box_score_thresh=score_threshold,

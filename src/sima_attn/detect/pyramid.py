@@ -9,6 +9,7 @@ import math
 from collections import OrderedDict
 
 import torch.nn.functional as F
+from timm.layers import LayerNorm2d
 from torch import Tensor, nn
 from torchvision.ops import FeaturePyramidNetwork
 
@@ -40,14 +41,22 @@ class Pyramid(nn.Module):
     """Images [B, 3, height, width], sides multiples of 32 -> maps of CHANNELS channels by name: "0" to "3", "pool".
 
     The activation between the transposed convolutions is the backbone's: with ReLU nothing here needs an exp().
+
+    Args:
+        maps: The backbone.
+        norm: Whether each map passes a LayerNorm of its own first. The maps are what the blocks hand on, and that
+            grows from block to block; a classifier has a norm behind the last one, which is not here. The paper's
+            detector has none.
     """
 
-    def __init__(self, maps: BlockMaps) -> None:
+    def __init__(self, maps: BlockMaps, norm: bool = False) -> None:
         super().__init__()
         self.maps = maps
         act = nn.GELU if any(isinstance(module, nn.GELU) for module in maps.modules()) else nn.ReLU
         # CvT has three maps; the last one feeds the coarsest level as well.
         self.sources = [min(i, len(maps.dims) - 1) for i in range(len(STRIDES))]
+        # Position by position: the padding of a batch changes nothing for the images in it.
+        self.norms = nn.ModuleList(LayerNorm2d(dim) if norm else nn.Identity() for dim in maps.dims)
         self.rescale = nn.ModuleList(
             to_stride(maps.dims[i], maps.strides[i], want, act) for i, want in zip(self.sources, STRIDES, strict=True)
         )
@@ -56,7 +65,7 @@ class Pyramid(nn.Module):
 
     def forward(self, images: Tensor, inside: Inside | None = None) -> OrderedDict[str, Tensor]:
         """The maps, finest first; zeros where `inside` says that there is no image."""
-        found = self.maps(images, inside)
+        found = [norm(x) for norm, x in zip(self.norms, self.maps(images, inside), strict=True)]
         levels = [rescale(found[i]) for i, rescale in zip(self.sources, self.rescale, strict=True)]
         if inside is None:
             out = self.fpn(OrderedDict((str(i), x) for i, x in enumerate(levels)))

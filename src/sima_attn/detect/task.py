@@ -91,8 +91,9 @@ class Detection(Task):
         self.recipe, self.fabric, self.progress = recipe, fabric, progress
         data = recipe.data
         self.data = open_coco(data.path, data.train_split, progress.say).only_trainable()
-        self.val = open_coco(data.path, data.eval_split, progress.say)
-        check_same_categories(self.data, self.val)
+        self.evaluated = {split: open_coco(data.path, split, progress.say) for split in data.eval_splits}
+        for other in self.evaluated.values():
+            check_same_categories(self.data, other)
         self.share = Share(recipe.run.batch, fabric.global_rank, fabric.world_size, recipe.run.accumulate)
         self.steps_per_epoch = steps_per_epoch(self.data, self.share)  # type: ignore[arg-type]
         seed_everything(recipe.run.seed)
@@ -120,25 +121,32 @@ class Detection(Task):
         return sum(losses.values()), losses
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """AP of boxes and masks in percent, over all processes."""
-        share, data = self.share, self.recipe.data
+        """AP of boxes and masks in percent, over all processes; of several splits, each with its name before it."""
+        scores = {split: self.scores(model, split) for split in self.evaluated}
+        if len(scores) == 1:
+            return next(iter(scores.values()))
+        return {f"{split}_{name}": value for split, found in scores.items() for name, value in found.items()}
+
+    def scores(self, model: nn.Module, split: str) -> dict[str, float]:
+        """The same of one split."""
+        share, recipe, data = self.share, self.recipe.data, self.evaluated[split]
         results, seen = predict_results(
             model,
-            self.val,
-            batch=data.eval_batch,
-            workers=data.workers,
+            data,
+            batch=recipe.eval_batch,
+            workers=recipe.workers,
             device=self.fabric.device,
             autocast=self.fabric.autocast,
             say=self.progress.say,
-            on_step=self.progress.counter("evaluating"),
+            on_step=self.progress.counter(f"evaluating on {split}"),
             rank=share.rank,
             world=share.world,
         )
         if share.world == 1:
-            return coco_scores(self.val, results, seen).metrics()
-        return self.scores_of_all(results, seen)
+            return coco_scores(data, results, seen).metrics()
+        return self.scores_of_all(data, results, seen)
 
-    def scores_of_all(self, results: list[dict[str, Any]], seen: list[int]) -> dict[str, float]:
+    def scores_of_all(self, data: CocoData, results: list[dict[str, Any]], seen: list[int]) -> dict[str, float]:
         """The first process computes the AP of what all have found, and tells it to the others."""
         from torch import distributed
 
@@ -147,7 +155,7 @@ class Detection(Task):
         told: list[Any] = [None]
         if self.share.rank == 0:
             found = [result for part, _ in parts for result in part]
-            told = [coco_scores(self.val, found, [i for _, ids in parts for i in ids]).metrics()]
+            told = [coco_scores(data, found, [i for _, ids in parts for i in ids]).metrics()]
         distributed.broadcast_object_list(told)
         return told[0]
 

@@ -28,6 +28,8 @@ def build_detector(recipe: DetectRecipe, num_classes: int, *, start: bool = Fals
         num_classes,
         blocks=model.blocks,
         drop_path=model.drop_path,
+        norm_maps=model.norm_maps,
+        freeze_statistics=model.freeze_statistics,
         side=recipe.data.side,
         longest=recipe.data.longest,
         proposals=model.proposals,

@@ -5,7 +5,6 @@ Shapes: B images, V views, S side of the image, s side of the view in pixels.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,13 +12,26 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from sima_attn.train.dino_recipes import Crops
+from sima_attn.train.recipes import Data
 
 GREY = (0.299, 0.587, 0.114)
 # RGB -> luma and two axes of colour (NTSC's YIQ): a change of hue is a turn of the two.
 YIQ = ((0.299, 0.587, 0.114), (0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.3112))
+
+
+def _hue_maps() -> Tensor:
+    """Three maps of RGB, flat [3, 9]: the first + cos(angle) * the second + sin(angle) * the third turns the hue."""
+    there = torch.tensor(YIQ, dtype=torch.float64)
+    turns = torch.zeros(3, 3, 3, dtype=torch.float64)
+    turns[0, 0, 0] = turns[1, 1, 1] = turns[1, 2, 2] = turns[2, 2, 1] = 1
+    turns[2, 1, 2] = -1
+    return (torch.linalg.inv(there) @ turns @ there).flatten(1).float()
+
+
+HUE = _hue_maps()
 
 
 @dataclass(frozen=True)
@@ -97,34 +109,54 @@ def split_views(rows: Tensor, crops: Crops, size: int) -> list[Tensor]:
     return groups
 
 
-def crop_batch(images: Tensor, crops: Crops) -> list[Tensor]:
-    """Images [B, 3, S, S] in [0, 1] -> the global views [V * B, 3, S, S] and the local ones [V * B, 3, s, s].
+class CropBatch(nn.Module):
+    """Bytes [B, 3, S, S] -> normalised global views [V * B, 3, S, S] and local ones [V * B, 3, s, s], on the device.
 
-    Each view of each image has draws of its own, all from torch's generator; there is no loop over images.
+    Each view of each image has draws of its own, all from torch's generator. There is no loop over images, one pass
+    a size, and every constant is on the device before the first batch: a copy to it would wait for all its work.
     """
-    all_views = views(crops, images.shape[-1])
-    groups = (all_views[: crops.global_count], all_views[crops.global_count :])
-    return [
-        torch.cat(
-            [_vary(images.repeat(len(list(same)), 1, 1, 1), view, crops) for view, same in itertools.groupby(group)]
-        )
-        for group in groups
-        if group
-    ]
 
+    colours: Tensor
+    mean: Tensor
+    std: Tensor
 
-def _vary(images: Tensor, view: View, crops: Crops) -> Tensor:
-    images = resized_crops(images, view.size, view.scale, crops.flip)
-    if crops.jitter:
-        hit = _chance(images, crops.jitter)
-        images = torch.where(hit, jitter_with_hue(images, crops.strength), images)
-    if crops.grey:
-        images = torch.where(_chance(images, crops.grey), _grey(images), images)
-    if view.blur:
-        images = torch.where(_chance(images, view.blur), blur(images, crops.blur_sigma), images)
-    if view.solarise:
-        images = torch.where(_chance(images, view.solarise) & (images >= 0.5), 1 - images, images)
-    return images
+    def __init__(self, crops: Crops, data: Data) -> None:
+        super().__init__()
+        self.crops = crops
+        made = views(crops, data.size)
+        self.groups = [group for group in (made[: crops.global_count], made[crops.global_count :]) if group]
+        self.register_buffer("colours", HUE)
+        for name in ("mean", "std"):
+            self.register_buffer(name, torch.tensor(getattr(data, name)).view(1, 3, 1, 1))
+        for i, group in enumerate(self.groups):
+            for name in ("blur", "solarise"):
+                chances = torch.tensor([getattr(view, name) for view in group])
+                self.register_buffer(f"{name}_{i}", chances.view(-1, 1, 1, 1, 1))  # [V, 1, 1, 1, 1]
+
+    def forward(self, images: Tensor) -> list[Tensor]:
+        """Bytes -> the groups of views."""
+        images = images.float() / 255
+        return [(self.group(images, i) - self.mean) / self.std for i in range(len(self.groups))]
+
+    def group(self, images: Tensor, number: int) -> Tensor:
+        """Images [B, 3, S, S] in [0, 1] -> all views of one size [V * B, 3, s, s], not normalised."""
+        crops, group = self.crops, self.groups[number]
+        x = resized_crops(images.repeat(len(group), 1, 1, 1), group[0].size, group[0].scale, crops.flip)
+        if crops.jitter:
+            x = torch.where(_chance(x, crops.jitter), jitter_with_hue(x, crops.strength, self.colours), x)
+        if crops.grey:
+            x = torch.where(_chance(x, crops.grey), _grey(x), x)
+        if any(view.blur for view in group):
+            x = torch.where(self._chance_by_view(x, f"blur_{number}"), blur(x, crops.blur_sigma), x)
+        if any(view.solarise for view in group):
+            hit = self._chance_by_view(x, f"solarise_{number}")
+            x = torch.where(hit & (x >= 0.5), 1 - x, x)
+        return x
+
+    def _chance_by_view(self, images: Tensor, name: str) -> Tensor:
+        chances: Tensor = getattr(self, name)
+        draws = _uniform(images, 0, 1).view(len(chances), -1, 1, 1, 1)  # [V, B, 1, 1, 1]
+        return (draws < chances).flatten(0, 1)  # [V * B, 1, 1, 1]
 
 
 def _uniform(images: Tensor, low: float, high: float) -> Tensor:
@@ -152,11 +184,15 @@ def resized_crops(images: Tensor, size: int, scale: tuple[float, float], flip: f
 
 
 def _grey(images: Tensor) -> Tensor:
-    return (images * images.new_tensor(GREY).view(1, 3, 1, 1)).sum(1, keepdim=True)
+    red, green, blue = images.split(1, dim=1)
+    return torch.add(torch.add(red * GREY[0], green, alpha=GREY[1]), blue, alpha=GREY[2])  # [B, 1, S, S]
 
 
-def jitter_with_hue(images: Tensor, strength: Sequence[float]) -> Tensor:
-    """Brightness, contrast and saturation times factors in 1 +- strength, and the hue turned by up to its share."""
+def jitter_with_hue(images: Tensor, strength: Sequence[float], colours: Tensor | None = None) -> Tensor:
+    """Brightness, contrast and saturation times factors in 1 +- strength, and the hue turned by up to its share.
+
+    `colours` is HUE on the device of the images, for a caller that keeps it there.
+    """
     brightness, contrast, saturation, hue = strength
     images = (images * _uniform(images, max(0, 1 - brightness), 1 + brightness)).clamp(0, 1)
     mean = _grey(images).mean((2, 3), keepdim=True)
@@ -165,14 +201,9 @@ def jitter_with_hue(images: Tensor, strength: Sequence[float]) -> Tensor:
     images = (grey + (images - grey) * _uniform(images, max(0, 1 - saturation), 1 + saturation)).clamp(0, 1)
     if not hue:
         return images
-    angle = (2 * math.pi * _uniform(images, -hue, hue)).flatten()  # [B]
-    turn = torch.zeros(len(images), 3, 3, device=images.device)
-    turn[:, 0, 0] = 1
-    turn[:, 1, 1] = turn[:, 2, 2] = angle.cos()
-    turn[:, 1, 2], turn[:, 2, 1] = -angle.sin(), angle.sin()
-    there = torch.tensor(YIQ)
-    back = torch.linalg.inv(there)  # on the CPU: on a GPU it would wait for the device
-    maps = back.to(images.device) @ turn @ there.to(images.device)  # [B, 3, 3]
+    angle = _uniform(images, -2 * math.pi * hue, 2 * math.pi * hue).view(-1, 1)  # [B, 1]
+    turn = torch.cat([torch.ones_like(angle), angle.cos(), angle.sin()], dim=1)  # [B, 3]
+    maps = (turn @ (HUE.to(images.device) if colours is None else colours)).view(-1, 3, 3)
     return (maps @ images.flatten(2)).view_as(images).clamp(0, 1)
 
 

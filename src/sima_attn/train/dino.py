@@ -22,9 +22,10 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
+from sima_attn.models.compiled import compile_blocks
 from sima_attn.ops.eager import without_autocast
 from sima_attn.train import dino_recipes, recipes
-from sima_attn.train.crops import CropImage, crop_batch, split_views
+from sima_attn.train.crops import CropBatch, CropImage, split_views
 from sima_attn.train.data import Source, open_data
 from sima_attn.train.data.cache import Cache, normalise
 from sima_attn.train.data.loader import (
@@ -44,10 +45,20 @@ from sima_attn.train.engine import Finished, Task
 from sima_attn.train.features import Subset, build_backbone
 from sima_attn.train.knn import knn_accuracy
 from sima_attn.train.progress import RunProgress
+from sima_attn.train.recipes import Data
 from sima_attn.train.start import train_task
 
 COLLAPSED = 1e-4  # nats; a teacher at its random start tells more of an image than that
 LOOKED_AFTER = 10  # steps between two looks for a collapse: each waits for the device
+Decoded = dict[str, Cache]  # the images of a split, decoded on the device
+
+
+class CollapseError(ValueError):
+    """A teacher that says the same of every image; `step` is the last one made."""
+
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message)
+        self.step = step
 
 
 class Head(nn.Module):
@@ -173,6 +184,13 @@ def move_teacher(teacher: nn.Module, student: nn.Module, momentum: float) -> Non
     torch._foreach_lerp_(list(teacher.parameters()), list(student.parameters()), 1 - momentum)
 
 
+def _widen_tokens(backbone: nn.Module) -> None:
+    """Give the first block float32, as the others have it in mixed precision: a compilation serves one type alone."""
+    last_before = getattr(backbone, "pos_drop", None)
+    if last_before is not None:
+        last_before.register_forward_hook(lambda module, inputs, tokens: tokens.float())
+
+
 @torch.no_grad()
 def check_takes_crops(model: nn.Module, recipe: DinoRecipe) -> int:
     """Channels of the features, the same at every size of crop, or an error that says which size is wrong."""
@@ -196,12 +214,14 @@ def check_takes_crops(model: nn.Module, recipe: DinoRecipe) -> int:
     return width
 
 
-def _cache(
-    source: Source, broken: BrokenImages, recipe: DinoRecipe, fabric: Fabric, progress: RunProgress, what: str
-) -> Cache | None:
-    if not recipe.data.cache:
-        return None
-    return Cache(source, recipe.data, fabric.device, broken=broken, on_step=progress.counter(f"decoding {what}"))
+def decode_once(
+    decoded: Decoded, split: str, source: Source, data: Data, device: torch.device, progress: RunProgress
+) -> Cache:
+    """The images of a split on the device: those decoded before, or decoded now and kept in `decoded`."""
+    if split not in decoded:
+        broken, counter = BrokenImages(source, progress.say), progress.counter(f"decoding {split}")
+        decoded[split] = Cache(source, data, device, broken=broken, on_step=counter)
+    return decoded[split]
 
 
 class KnnProbe:
@@ -213,7 +233,7 @@ class KnnProbe:
         fabric: Fabric,
         share: Share,
         train: Source,
-        train_cache: Cache | None,
+        decoded: Decoded,
         progress: RunProgress,
     ) -> None:
         self.recipe, self.fabric, self.share, self.classes = recipe, fabric, share, len(train.classes)
@@ -223,9 +243,10 @@ class KnnProbe:
         if count < recipe.probe.k:
             raise ValueError(f"probe.k={recipe.probe.k} is more than the {count} training images; make it smaller")
         bank = Subset(train, np.linspace(0, len(train) - 1, count).round().astype(int))
-        broken = BrokenImages(val, progress.say)
-        self.bank = (bank, bank.indices, train_cache, BrokenImages(bank, progress.say))
-        self.val = (val, np.arange(len(val)), _cache(val, broken, recipe, fabric, progress, "val"), broken)
+        if recipe.data.cache:
+            decode_once(decoded, "val", val, recipe.data, fabric.device, progress)
+        self.bank = (bank, bank.indices, decoded.get("train"), BrokenImages(bank, progress.say))
+        self.val = (val, np.arange(len(val)), decoded.get("val"), BrokenImages(val, progress.say))
 
     def __call__(self, backbone: nn.Module) -> dict[str, float]:
         """knn_top1 and knn_top5, over all processes: each looks for the neighbours of its share of the val images."""
@@ -288,18 +309,21 @@ class Dino(Task):
 
     model: Branch
 
-    def __init__(self, recipe: DinoRecipe, fabric: Fabric, progress: RunProgress) -> None:
+    def __init__(
+        self, recipe: DinoRecipe, fabric: Fabric, progress: RunProgress, decoded: Decoded | None = None
+    ) -> None:
         self.recipe, self.fabric = recipe, fabric
+        decoded = {} if decoded is None or not recipe.data.cache else decoded
         self.source = open_data(recipe.data.path, "train")
         self.classes = self.source.classes
         self.share = Share(recipe.run.batch, fabric.global_rank, fabric.world_size, recipe.run.accumulate)
         self.steps_per_epoch = steps_per_epoch(self.source, self.share)
         self.total = recipe.schedule.all_epochs * self.steps_per_epoch
         self.broken = BrokenImages(self.source, progress.say)
-        self.cache = _cache(self.source, self.broken, recipe, fabric, progress, "train")
-        self.probe = (
-            KnnProbe(recipe, fabric, self.share, self.source, self.cache, progress) if recipe.probe.bank else None
-        )
+        self.cache = None
+        if recipe.data.cache:
+            self.cache = decode_once(decoded, "train", self.source, recipe.data, fabric.device, progress)
+        self.probe = KnnProbe(recipe, fabric, self.share, self.source, decoded, progress) if recipe.probe.bank else None
         seed_everything(recipe.run.seed)
         backbone = build_backbone(recipe)
         dim = check_takes_crops(backbone, recipe)
@@ -311,7 +335,12 @@ class Dino(Task):
         self.teacher.requires_grad_(False)
         if fabric.world_size > 1 and fabric.device.type == "cuda":
             self.teacher = nn.SyncBatchNorm.convert_sync_batchnorm(self.teacher)  # the loop does it to the student
-        self.teach = torch.compile(self.teacher) if recipe.run.compile else self.teacher
+        self.crop = CropBatch(recipe.crops, recipe.data).to(fabric.device)
+        self.teach: Any = self.teacher
+        if recipe.run.compile:
+            for branch in (self.model, self.teacher):
+                _widen_tokens(branch.backbone)
+            self.teach = compile_blocks(self.teacher)  # not the crops: they take a fraction of a step
         self.criterion = DinoLoss(recipe.distill)
         self.seen: list[Tensor] = []  # of the parts of a step: the mean of the teacher's outputs, and the information
 
@@ -332,9 +361,10 @@ class Dino(Task):
 
     def crops(self, batch: Tensor) -> list[Tensor]:
         """The normalised views of a batch: the global ones [G * B, 3, S, S], then the local ones [V * B, 3, s, s]."""
-        crops, data = self.recipe.crops, self.recipe.data
-        groups = split_views(batch, crops, data.size) if batch.dim() == 2 else crop_batch(batch.float() / 255, crops)
-        return [normalise(group, data) for group in groups]
+        if batch.dim() == 4:
+            return self.crop(batch)
+        data = self.recipe.data
+        return [normalise(group, data) for group in split_views(batch, self.recipe.crops, data.size)]
 
     def loss(self, model: Callable[..., Any], batch: Tensor, step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Cross entropy of the student's views against the teacher's; how varied the teacher's outputs are."""
@@ -394,12 +424,13 @@ class Dino(Task):
         self.criterion.update(seen[:-1], seen[-1])
         limit = self.recipe.distill.collapse_steps
         if (step % LOOKED_AFTER == 0 or step == self.total) and int(self.criterion.flat_steps) >= limit:
-            raise ValueError(
+            raise CollapseError(
                 f"the teacher has collapsed: for {int(self.criterion.flat_steps)} steps up to step {step} it said the "
                 f"same of every image (less than {COLLAPSED} nats of difference; teacher_entropy in train.csv is near "
                 f"{math.log(self.recipe.distill.out_dim):.2f} if that is everything, near 0 if it is one output). A "
                 "lower distill.teacher_temp or optim.lr, more distill.freeze_last_layer epochs or a distill.momentum "
-                "nearer 1 may help; the checkpoints from before are kept"
+                "nearer 1 may help; the checkpoints from before are kept",
+                step,
             )
 
     def state(self) -> dict[str, nn.Module]:
@@ -417,17 +448,26 @@ class Dino(Task):
 
 
 def train_dino(
-    recipe: DinoRecipe, out: Path | str, *, resume: bool = False, device: str = "auto", quiet: bool = False
+    recipe: DinoRecipe,
+    out: Path | str,
+    *,
+    resume: bool = False,
+    device: str = "auto",
+    quiet: bool = False,
+    decoded: Decoded | None = None,
 ) -> Finished:
     """Train by a recipe into a folder, or go on with the run in it; the metrics of the last evaluation come back.
 
     `weights.safetensors` in the folder is the teacher's backbone, which is what DINO is for.
+
+    Args:
+        decoded: Where a run with data.cache finds its images, or leaves them for another use of the same images.
     """
     dino_recipes.check(recipe)
     return train_task(
         recipe,
         out,
-        build=lambda fabric, progress: Dino(recipe, fabric, progress),
+        build=lambda fabric, progress: Dino(recipe, fabric, progress, decoded),
         about=lambda task: {"task": "dino", "recipe": recipes.to_dict(recipe), "classes": task.classes},
         weights=lambda task: task.teacher.backbone,
         title=f"DINO {recipe.name}: {recipe.model.name}, {recipe.model.attention or 'its own'} attention",

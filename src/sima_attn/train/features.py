@@ -11,6 +11,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,6 +25,7 @@ from sima_attn.nn.token_ref import set_token_ref
 from sima_attn.train import recipes
 from sima_attn.train.checkpoint import checkpoints, load_checkpoint
 from sima_attn.train.classify import build_model
+from sima_attn.train.data.cache import Cache, normalise
 from sima_attn.train.data.loader import BrokenImages, evaluation_batches, seed_everything
 from sima_attn.train.data.sources import Source
 from sima_attn.train.dino_recipes import DinoRecipe, Probe
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 BRANCHES = ("teacher", "student")
+FEW_IMAGES, MOST_WORKERS = 4096, 16  # so many are decoded before a process to decode them has started
 DTYPES = ("float16", "float32")
 MAPS = ("pca", "tsne")
 
@@ -210,6 +213,50 @@ class LayerFeatures(nn.Module):
         return norm(pooled) if self.norm and norm is not None else pooled
 
 
+class OutputAndLayers(nn.Module):
+    """Images -> what the model gives and what `LayerFeatures` reads, side by side [B, C + W]."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.layers, self.width = model, LayerFeatures(model), 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images [B, 3, S, S] -> features [B, C + W]."""
+        output = self.model(images)  # [B, C]
+        self.width = output.shape[1]
+        return torch.cat([output, self.layers(images)], dim=1)
+
+    def split(self, features: Features) -> tuple[Features, Features]:
+        """The features of both kinds, apart."""
+        values = features.values
+        return features._replace(values=values[:, : self.width]), features._replace(values=values[:, self.width :])
+
+
+@torch.no_grad()
+def features_of(
+    model: nn.Module,
+    cache: Cache,
+    data: Data,
+    *,
+    batch: int = 512,
+    device: str = "cpu",
+    on_step: Callable[[int, int], None] = lambda done, total: None,
+) -> Features:
+    """The features of decoded images, in memory and in half precision; nothing is kept on disk."""
+    model = model.to(device).eval()
+    parts, labels, done = [], [], 0
+    indices = np.flatnonzero(cache.good)
+    for images, numbers in cache.evaluation_batches(batch):
+        parts.append(model(normalise(images.float() / 255, data)).half())
+        labels.append(numbers)
+        done += len(numbers)
+        on_step(done, len(indices))
+    values = torch.cat(parts)
+    if not torch.isfinite(values).all():
+        raise ValueError(f"features of {type(model).__name__} are not finite in half precision")
+    return Features(values.cpu().numpy(), torch.cat(labels).cpu().numpy(), indices, cache.source.classes)
+
+
 def extract(
     model: nn.Module,
     source: Source,
@@ -287,6 +334,13 @@ def _take(
     values.flush()
     np.save(folder / "labels.npy", np.concatenate(labels))
     np.save(folder / "indices.npy", np.setdiff1d(np.arange(len(source)), sorted(broken.found)))
+
+
+def with_workers(data: Data, images: int) -> Data:
+    """The settings with processes to decode so many images: recipes that decode once for all have none."""
+    if data.workers or images < FEW_IMAGES:
+        return data
+    return replace(data, workers=min(MOST_WORKERS, os.cpu_count() or 1))
 
 
 def key_of(model: nn.Module, source: Source, data: Data, about: str = "") -> str:

@@ -71,36 +71,58 @@ def train_linear(
     optimizer = torch.optim.SGD(
         classifier.parameters(), lr=probe.lr, momentum=probe.momentum, weight_decay=probe.weight_decay
     )
+    values, val_values = _Rows(train.values, device), _Rows(val.values, device)
+    labels, truth = labels.to(device), truth.to(device)
     rows = []
     for epoch in range(probe.epochs):
         rate = probe.lr * (1 + math.cos(math.pi * epoch / probe.epochs)) / 2
         for group in optimizer.param_groups:
             group["lr"] = rate
         order = np.random.default_rng([seed, epoch]).permutation(n)
-        loss = _one_epoch(classifier, optimizer, train.values, labels, order, probe.batch, device)
+        loss = _one_epoch(classifier, optimizer, values, labels, order, probe.batch)
         if not math.isfinite(loss):
             raise ValueError(f"the loss of epoch {epoch + 1} is not finite; use a lower lr than {probe.lr}")
         if (epoch + 1) % eval_epochs == 0 or epoch + 1 == probe.epochs:
-            rows.append(LinearRow(epoch + 1, rate, loss, *linear_accuracy(classifier, val.values, truth, device)))
+            rows.append(LinearRow(epoch + 1, rate, loss, *linear_accuracy(classifier, val_values, truth)))
         on_step(epoch + 1, probe.epochs)
     return LinearResult(classifier, rows[-1].top1, rows[-1].top5, rows)
+
+
+class _Rows:
+    """Features on the device where they fit into half of what is free of it, otherwise read where they are."""
+
+    def __init__(self, values: np.ndarray, device: torch.device) -> None:
+        self.values, self.device = values, device
+        # A CPU has nothing to gain: what was read from a file stays in the memory that the system has for it.
+        fits = device.type == "cuda" and values.nbytes < torch.cuda.mem_get_info(device)[0] // 2
+        self.here = torch.from_numpy(np.array(values)).to(device) if fits else None
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, chosen: Tensor) -> Tensor:
+        """The rows at indices [B] of the device, in float32."""
+        if self.here is not None:
+            return self.here[chosen].float()
+        return torch.from_numpy(np.asarray(self.values[chosen.cpu().numpy()])).to(self.device).float()
 
 
 def _one_epoch(
     classifier: nn.Linear,
     optimizer: torch.optim.Optimizer,
-    values: np.ndarray,
+    values: _Rows,
     labels: Tensor,
     order: np.ndarray,
     batch: int,
-    device: torch.device,
 ) -> float:
-    """The mean loss of an epoch; the last batch may be smaller."""
-    total = torch.zeros((), device=device)
-    for start in range(0, len(order), batch):
-        chosen = np.sort(order[start : start + batch])  # in the order of the file
-        logits = classifier(_rows(values, chosen, device))  # [B, K]
-        loss = F.cross_entropy(logits, labels[chosen].to(device))
+    """The mean loss of an epoch, the one number the host waits for; the last batch may be smaller."""
+    starts = range(0, len(order), batch)
+    in_order_of_file = np.concatenate([np.sort(order[start : start + batch]) for start in starts])
+    on_device = torch.from_numpy(in_order_of_file).to(labels.device)
+    total = torch.zeros((), device=labels.device)
+    for start in starts:
+        chosen = on_device[start : start + batch]
+        loss = F.cross_entropy(classifier(values[chosen]), labels[chosen])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -109,19 +131,12 @@ def _one_epoch(
 
 
 @torch.no_grad()
-def linear_accuracy(
-    classifier: nn.Linear, values: np.ndarray, truth: Tensor, device: torch.device, block: int = 4096
-) -> tuple[float, float]:
+def linear_accuracy(classifier: nn.Linear, values: _Rows, truth: Tensor, block: int = 4096) -> tuple[float, float]:
     """Top-1 and top-5 in percent."""
     one = five = 0
     for start in range(0, len(values), block):
-        rows = np.arange(start, min(start + block, len(values)))
-        logits = classifier(_rows(values, rows, device))  # [B, K]
-        best = logits.topk(min(5, logits.shape[1]), dim=1).indices.cpu()
+        rows = torch.arange(start, min(start + block, len(values)), device=truth.device)
+        best = classifier(values[rows]).topk(min(5, classifier.out_features), dim=1).indices  # [B, 5]
         right = best == truth[rows, None]
         one, five = one + int(right[:, 0].sum()), five + int(right.sum())
     return 100 * one / len(values), 100 * five / len(values)
-
-
-def _rows(values: np.ndarray, chosen: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.asarray(values[chosen])).to(device).float()

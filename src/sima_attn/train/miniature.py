@@ -7,17 +7,17 @@ of its own: finished ones are passed over, interrupted ones go on.
 from __future__ import annotations
 
 import math
-import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sima_attn._errors import unknown_name
 from sima_attn.bench.rows import processor_name, read_rows, today, write_rows
 from sima_attn.train import recipes
+from sima_attn.train.grid import in_processes, training_speed
 from sima_attn.train.logs import read_log
 from sima_attn.train.recipes import Recipe
 
@@ -233,7 +233,7 @@ def make_run(run: MiniatureRun, out: Path, data: str, *, device: str = "cuda", q
     except NonFiniteError as error:
         status = f"diverged at step {error.step}"
     log = read_log(folder.path / "train.csv") if (folder.path / "train.csv").exists() else []
-    steps, seconds, rate = _speed(log, recipe.run.batch)
+    steps, seconds, rate = training_speed(log, recipe.run.batch)
     row = ResultRow(
         name=run.name,
         model=run.model,
@@ -269,17 +269,6 @@ def make_run(run: MiniatureRun, out: Path, data: str, *, device: str = "cuda", q
     for path in checkpoints(folder.checkpoints):
         path.unlink()  # the grid's would fill gigabytes; the weights are kept
     return row
-
-
-def _speed(log: list[dict[str, str]], batch: int) -> tuple[int, float, float]:
-    """(steps, seconds, median images a second) of training alone, from its log: also right after an interruption."""
-    steps, seconds, rates = 0, 0.0, []
-    for row in log:
-        rate = float(row["images_per_second"])
-        seconds += (int(row["step"]) - steps) * batch / rate
-        steps = int(row["step"])
-        rates.append(rate)
-    return steps, round(seconds, 1), round(sorted(rates)[len(rates) // 2], 1) if rates else math.nan
 
 
 def _parameters(recipe: Recipe) -> int:
@@ -326,29 +315,9 @@ def make_runs(
             collect(out)
             yield run, row
         return
-    with ThreadPoolExecutor(jobs) as threads:
-        waiting = {threads.submit(_in_a_process, run, out, data, device, jobs): run for run in runs}
-        try:
-            for done in as_completed(waiting):
-                row = done.result()
-                collect(out)
-                yield waiting[done], row
-        finally:
-            threads.shutdown(cancel_futures=True)
-
-
-def _in_a_process(run: MiniatureRun, out: Path, data: str, device: str, jobs: int) -> ResultRow:
-    """A run in a process of its own: nothing that it compiled or allocated stays on the device."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=_share_cores, initargs=(jobs,)) as process:
-        return process.submit(make_run, run, out, data, device=device, quiet=True).result()
-
-
-def _share_cores(jobs: int) -> None:
-    """Let the processes not fight for the cores: threads that wait in a loop for one another slow all down."""
-    import torch
-
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // jobs))
+    for run, row in in_processes(partial(make_run, out=out, data=data, device=device, quiet=True), runs, jobs):
+        collect(out)
+        yield run, row
 
 
 def collect(out: Path) -> None:

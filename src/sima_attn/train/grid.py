@@ -1,0 +1,59 @@
+"""What grids of runs share: runs side by side on one device, and what a log says of their speed."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from typing import TypeVar
+
+Run = TypeVar("Run")
+Row = TypeVar("Row")
+
+
+def in_processes(make: Callable[[Run], Row], runs: Sequence[Run], jobs: int) -> Iterator[tuple[Run, Row]]:
+    """What `make` gives for each run, `jobs` of them at a time, each yielded when it is done.
+
+    Every run has a process of its own: nothing that it compiled or allocated stays on the device. An error of one
+    run is raised when all the others are done.
+    """
+    errors = []
+    with ThreadPoolExecutor(jobs) as threads:
+        waiting = {threads.submit(_in_a_process, make, run, jobs): run for run in runs}
+        try:
+            for done in as_completed(waiting):
+                error = done.exception()
+                if error is None:
+                    yield waiting[done], done.result()
+                else:
+                    errors.append(error)
+        finally:
+            threads.shutdown(cancel_futures=True)
+    if errors:
+        raise errors[0]
+
+
+def _in_a_process(make: Callable[[Run], Row], run: Run, jobs: int) -> Row:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context, initializer=_share_cores, initargs=(jobs,)) as process:
+        return process.submit(make, run).result()
+
+
+def _share_cores(jobs: int) -> None:
+    """Let the processes not fight for the cores: threads that wait in a loop for one another slow all down."""
+    import torch
+
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // jobs))
+
+
+def training_speed(log: Sequence[dict[str, str]], batch: int) -> tuple[int, float, float]:
+    """(steps, seconds, median images a second) of training alone, from its log: also right after an interruption."""
+    steps, seconds, rates = 0, 0.0, []
+    for row in log:
+        rate = float(row["images_per_second"])
+        seconds += (int(row["step"]) - steps) * batch / rate
+        steps = int(row["step"])
+        rates.append(rate)
+    return steps, round(seconds, 1), round(sorted(rates)[len(rates) // 2], 1) if rates else math.nan
