@@ -166,27 +166,37 @@ def tables_of_rows() -> list[tuple[str, str, str]]:
     from sima_attn.bench.detect import DetectSpeedRow, detect_table
     from sima_attn.bench.edge import EdgeRow, edge_summary
     from sima_attn.bench.gpu import FORWARD, TRAINING, GpuRow
+    from sima_attn.bench.knn import KnnSpeedRow, knn_speed_table
     from sima_attn.bench.model import ModelSpeedRow
-    from sima_attn.bench.paper_edge import PaperEdgeRow, paper_edge_table
+    from sima_attn.bench.paper_edge import PaperEdgeRow, PaperGpuRow, paper_edge_table, paper_gpu_table
     from sima_attn.bench.rows import read_rows
     from sima_attn.bench.tables import cpu_table, demo_table, gpu_summary, gpu_table, model_table
     from sima_attn.export.table_1 import ModelRow, table_1
+    from sima_attn.train.miniature import ResultRow, SizeRow
+    from sima_attn.train.miniature_report import results_table, sizes_table
 
-    cpu, gpu = read_rows(RESULTS / "cpu.csv", CpuRow), read_rows(RESULTS / "gpu.csv", GpuRow)
-    paper = read_rows(RESULTS / "paper_edge.csv", PaperEdgeRow)
+    def rows(name: str, kind: type) -> list:
+        return read_rows(RESULTS / name, kind)
+
+    cpu, gpu, paper = rows("cpu.csv", CpuRow), rows("gpu.csv", GpuRow), rows("paper_edge.csv", PaperEdgeRow)
     tables = [
         ("docs/benchmarks.md", "cpu.csv", cpu_table(cpu, 1)),
         ("docs/cpu-speed.md", "cpu.csv", cpu_table(cpu, 2)),
-        ("docs/benchmarks.md", "demo.csv", demo_table(read_rows(RESULTS / "demo.csv", DemoRow), COUNTED_TOKENS)),
-        ("docs/benchmarks.md", "demo_twins.csv", twins_table(read_rows(RESULTS / "demo_twins.csv", TwinRow))),
-        ("docs/benchmarks.md", "table_1.csv", table_1(read_rows(RESULTS / "table_1.csv", ModelRow))),
-        ("docs/detection.md", "detect_cpu.csv", detect_table(read_rows(RESULTS / "detect_cpu.csv", DetectSpeedRow))),
-        ("docs/edge.md", "edge.csv", edge_summary(read_rows(RESULTS / "edge.csv", EdgeRow))),
+        ("docs/benchmarks.md", "demo.csv", demo_table(rows("demo.csv", DemoRow), COUNTED_TOKENS)),
+        ("docs/benchmarks.md", "demo_twins.csv", twins_table(rows("demo_twins.csv", TwinRow))),
+        ("docs/benchmarks.md", "table_1.csv", table_1(rows("table_1.csv", ModelRow))),
+        ("docs/detection.md", "detect_cpu.csv", detect_table(rows("detect_cpu.csv", DetectSpeedRow))),
+        ("docs/detection.md", "detect_cuda.csv", detect_table(rows("detect_cuda.csv", DetectSpeedRow))),
+        ("docs/edge.md", "edge.csv", edge_summary(rows("edge.csv", EdgeRow))),
         *(("docs/edge.md", "paper_edge.csv", paper_edge_table([r for r in paper if r.N == N])) for N in (256, 64)),
+        ("docs/edge.md", "paper_gpu.csv", paper_gpu_table(rows("paper_gpu.csv", PaperGpuRow))),
         ("README.md", "gpu.csv", gpu_summary(gpu)),
         ("docs/gpu.md", "gpu.csv", gpu_table(gpu, FORWARD)),
         ("docs/gpu.md", "gpu.csv", gpu_table(gpu, TRAINING)),
-        ("docs/gpu.md", "model.csv", model_table(read_rows(RESULTS / "model.csv", ModelSpeedRow))),
+        ("docs/gpu.md", "model.csv", model_table(rows("model.csv", ModelSpeedRow))),
+        ("docs/miniature.md", "miniature.csv", results_table(rows("miniature.csv", ResultRow))),
+        ("docs/miniature.md", "miniature_sizes.csv", sizes_table(rows("miniature_sizes.csv", SizeRow))),
+        ("docs/self-supervised.md", "knn_speed.csv", knn_speed_table(rows("knn_speed.csv", KnnSpeedRow))),
     ]
     return [(page, name, table.markdown()) for page, name, table in tables]
 

@@ -135,7 +135,7 @@ class MiniXcit(SimXcit):
         for info in self.feature_info:
             info["reduction"] = PATCH
         for block in self.cls_attn_blocks:
-            if token_ref == "train" and hasattr(block.attn, "token_ref"):
+            if token_ref == "train" and hasattr(block.attn, "token_ref") and kwargs.get("class_token_ref") is None:
                 block.attn.token_ref = float(TOKENS + 1)  # the class token is among its tokens
 
 

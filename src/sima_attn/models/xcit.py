@@ -39,7 +39,12 @@ CLASS_ATTENTIONS = ("sima", "softmax")
 
 
 class SimXcit(Xcit):
-    """timm's Xcit whose self-attention, class attention and local patch interaction (LPI) can be chosen."""
+    """timm's Xcit whose self-attention, class attention and local patch interaction (LPI) can be chosen.
+
+    `class_token_ref` r multiplies the output of SimA's class attention by N / r, whatever `token_ref` does to the
+    rest. With the paper's, which has no such factor, an untrained class token hardly depends on the image; at
+    r = sqrt(N) it does as much as with softmax.
+    """
 
     def __init__(
         self,
@@ -48,6 +53,7 @@ class SimXcit(Xcit):
         attention_options: dict[str, Any] | None = None,
         class_attention: str | None = None,
         token_ref: float | str | None = None,
+        class_token_ref: float | None = None,
         lpi: bool = True,
         img_size: int | tuple[int, int] = TRAINED_PX,
         patch_size: int = 16,
@@ -63,6 +69,8 @@ class SimXcit(Xcit):
         class_attention = class_attention or ("sima" if attention == "sima" else "softmax")
         if class_attention not in CLASS_ATTENTIONS:
             raise unknown_name("class attention", class_attention, CLASS_ATTENTIONS)
+        if class_token_ref is not None and class_attention != "sima":
+            raise ValueError(f"class_token_ref is for SimA's class attention, and this one is {class_attention!r}")
         height, width = to_2tuple(img_size)
         whole = (-(-height // patch_size) * patch_size, -(-width // patch_size) * patch_size)
         super().__init__(
@@ -96,7 +104,7 @@ class SimXcit(Xcit):
                     qkv_bias=qkv_bias,
                     attn_drop=attn_drop_rate,
                     proj_drop=drop_rate,
-                    token_ref=resolve_token_ref(token_ref, trained_tokens + 1),
+                    token_ref=class_token_ref or resolve_token_ref(token_ref, trained_tokens + 1),
                 )
         self.apply(self._init_weights)
 

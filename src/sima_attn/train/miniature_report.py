@@ -143,7 +143,7 @@ def plot_miniature(results: Sequence[ResultRow], curves: Sequence[CurveRow], pat
         plt.Rectangle((0, 0), 1, 1, color="crimson", label="here"),
         plt.Rectangle((0, 0), 1, 1, fill=False, edgecolor="black", label="paper, ImageNet"),
     ]
-    right.legend(handles=handles, frameon=False, loc="lower right")
+    right.legend(handles=handles, frameon=False, loc="upper right")
     first = results[0]
     figure.suptitle(f"{epochs} epochs at 64 px, {first.device}")
     path.parent.mkdir(parents=True, exist_ok=True)
