@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from small_runs import VIT, class_folders, picture, small_recipe
 from torch import nn
 
-from sima_attn.nn import SimAttention
+from sima_attn.nn import SimAttention, SimClassAttention
 from sima_attn.train import dino
 from sima_attn.train.checkpoint import load_newest
 from sima_attn.train.classify import train_classifier
@@ -621,6 +621,23 @@ def test_token_ref_is_the_number_of_tokens_of_a_global_crop():
 def test_token_ref_needs_sima():
     with pytest.raises(ValueError, match="token_ref is SimA's own"):
         build_backbone(small_dino("digits", "distill.token_ref=true", "model.attention=softmax"))
+
+
+def test_with_class_token_ref_the_untrained_class_token_depends_on_the_image_as_much_as_with_softmax():
+    small = ["model.kwargs.embed_dim=64", "model.kwargs.depth=2", "model.kwargs.num_heads=2"]
+    images, spreads = torch.rand(24, 3, 64, 64), {}
+    for name, settings in {
+        "paper": ["distill.class_token_ref=false"],
+        "ours": [],
+        "softmax": ["model.kwargs.class_attention=softmax"],
+    }.items():
+        torch.manual_seed(0)
+        backbone = build_backbone(with_overrides(named_dino_recipe("miniature"), [*small, *settings]))
+        spreads[name] = spread(backbone(images)).item()
+        roots = {module.token_ref for module in backbone.modules() if isinstance(module, SimClassAttention)}
+        assert roots == {"paper": {None}, "ours": {65**0.5}, "softmax": set()}[name]
+    assert 10 * spreads["paper"] < spreads["ours"]
+    assert 0.5 < spreads["ours"] / spreads["softmax"] < 2
 
 
 # Recipes and what they refuse

@@ -105,8 +105,8 @@ def coco_mini() -> DetectRecipe:
         # Every time the same image: to learn by heart is the task.
         augment=Augment(flip=0.0, sides=(480, 480), longest=576, crop=0.0),
         optim=Optim(lr=3e-4, lr_batch=0, weight_decay=0.05, clip=1.0),
-        schedule=StepSchedule(epochs=100, drops=(80, 95), warmup_steps=50),
-        run=Run(batch=8, precision="bf16", eval_epochs=50, log_steps=12),
+        schedule=StepSchedule(epochs=150, drops=(120, 142), warmup_steps=50),
+        run=Run(batch=8, precision="bf16", eval_epochs=75, log_steps=12),
     )
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sima_attn.nn.class_attention import SimClassAttention
+
 
 def sima_modules(model: nn.Module) -> list[Any]:
     """The modules of a model that have a `token_ref`."""
@@ -30,6 +32,18 @@ def set_token_ref(model: nn.Module, trained_size: int) -> None:
     without = [module for module in modules if module.token_ref is None]
     for module, tokens in zip(without, tokens_at(model, without, trained_size), strict=True):
         module.token_ref = tokens
+
+
+def set_class_token_ref(model: nn.Module, trained_size: int) -> None:
+    """Let SimA's class attention, in models that have one, depend on the image from the start: token_ref = sqrt(N).
+
+    Untrained, the output of the paper's is far below the class token that it is added to, which then is nearly the
+    same for every image. Times N / sqrt(N), N of the training size, it has the size that softmax's has.
+    """
+    modules = [module for module in model.modules() if isinstance(module, SimClassAttention)]
+    if modules:
+        for module, tokens in zip(modules, tokens_at(model, modules, trained_size), strict=True):
+            module.token_ref = tokens**0.5
 
 
 @contextmanager

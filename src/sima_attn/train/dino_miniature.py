@@ -66,6 +66,7 @@ GRID = (
     DinoRun("sima", "XCiT-T12/8, SimA", paper=Paper("XCiT-S12/16, SimA", 71.2, 75.5)),
     DinoRun("xca", "XCiT-T12/8, XCA", ("model.attention=xca",), paper=Paper("XCiT-S12/16", 71.6, 75.8)),
     DinoRun("vit_softmax", "ViT-T/8, softmax", VIT, paper=Paper("ViT-S/16", 69.3, 74.0)),
+    DinoRun("sima_paper", "XCiT-T12/8, SimA, class attention as published", ("distill.class_token_ref=false",)),
     DinoRun("sima_token_ref", "XCiT-T12/8, SimA, token_ref", ("distill.token_ref=true",)),
     DinoRun("supervised", "XCiT-T12/8, SimA, with labels", weights=SUPERVISED),
     DinoRun("random", "XCiT-T12/8, SimA, random weights", weights=RANDOM, epochs=0),

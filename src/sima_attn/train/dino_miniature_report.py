@@ -13,6 +13,7 @@ COLOURS = {
     "sima": "crimson",
     "xca": "dimgrey",
     "vit_softmax": "black",
+    "sima_paper": "mediumpurple",
     "sima_token_ref": "darkorange",
     "supervised": "seagreen",
     "random": "lightcoral",

@@ -60,6 +60,8 @@ class Distill:
         clip: Greatest norm of the gradient of each parameter, as DINO's code has it; optim.clip is of all together.
         token_ref: SimA's branch shrinks as 1/N, and local crops have fewer tokens: make up for it, relative to a
             global crop. False is the paper.
+        class_token_ref: Multiply SimA's class attention, in models that have one, by N over the root of the tokens of
+            a global crop, so that the class token depends on the image from the start. False is the paper.
         collapse_steps: Stop after so many steps in a row in which the teacher says the same of every image.
     """
 
@@ -78,6 +80,7 @@ class Distill:
     weight_decay_end: float = 0.4
     clip: float | None = 3.0
     token_ref: bool = False
+    class_token_ref: bool = False
     collapse_steps: int = 500
 
 
@@ -167,7 +170,8 @@ def miniature() -> DinoRecipe:
         model=Model("sima_xcit_tiny_12_p8_224", "sima", drop_path=0.05, kwargs={"img_size": 64, "patch_size": 8}),
         data=Data("tiny-imagenet", size=64, cache=True, workers=0),
         crops=Crops(local_size=24, blur_sigma=(0.1, 1.0)),  # of 64, as DINO's 96 of 224
-        distill=Distill(out_dim=8192, teacher_temp_epochs=10),
+        # Without the class token's factor SimA's teacher soon says the same of every image.
+        distill=Distill(out_dim=8192, teacher_temp_epochs=10, class_token_ref=True),
         optim=Optim(lr=5e-4, lr_batch=256, weight_decay=0.04),
         schedule=Schedule(epochs=100, warmup_epochs=10, warmup_lr=0.0, min_lr=1e-6),
         # 64 tokens fill no GPU: a batch of 512 takes it hardly longer than one of 256.

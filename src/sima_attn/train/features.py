@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from sima_attn._errors import unknown_name
 from sima_attn.bench.figures import check_can_plot
-from sima_attn.nn.token_ref import set_token_ref
+from sima_attn.nn.token_ref import set_class_token_ref, set_token_ref
 from sima_attn.train import recipes
 from sima_attn.train.checkpoint import checkpoints, load_checkpoint
 from sima_attn.train.classify import build_model
@@ -78,6 +78,8 @@ class Features(NamedTuple):
 def build_backbone(recipe: DinoRecipe) -> nn.Module:
     """The model of a recipe without classifier: images -> features [B, C]."""
     model: Any = build_model(recipe.model, 0)
+    if recipe.distill.class_token_ref:
+        set_class_token_ref(model, recipe.data.size)
     if recipe.distill.token_ref:
         set_token_ref(model, recipe.data.size)
     return model.train()
