@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sima_attn.bench.cuda_timing import time_graphs
-from sima_attn.bench.rows import cpu_name, today
+from sima_attn.bench.rows import processor_name, today
 from sima_attn.bench.tables import TextTable
 from sima_attn.bench.timing import Function, time_interleaved
 from sima_attn.detect.mask_rcnn import SimaMaskRCNN, build_mask_rcnn
@@ -132,7 +132,7 @@ def _bench_pair(
                     peak_mib=round(peaks[attention], 1),
                     detections=found[attention] if part == DETECTOR else 0,
                     precision="bfloat16 autocast" if device == "cuda" else "float32",
-                    device=torch.cuda.get_device_name() if device == "cuda" else cpu_name(),
+                    device=processor_name(device),
                     threads=torch.get_num_threads(),
                     torch=torch.__version__,
                     date=today(),

@@ -22,7 +22,14 @@ from sima_attn.detect.coco import CocoData, CocoScores, check_pycocotools, coco_
 from sima_attn.detect.predict import to_tensor
 from sima_attn.detect.recipes import DetectRecipe
 from sima_attn.detect.weights import build_detector
-from sima_attn.train.data.loader import BrokenImages, Share, batch_indices, seed_everything, steps_per_epoch
+from sima_attn.train.data.loader import (
+    BrokenImages,
+    Share,
+    batch_indices,
+    seed_everything,
+    steps_per_epoch,
+    useful_workers,
+)
 from sima_attn.train.engine import Finished, Task
 from sima_attn.train.progress import RunProgress
 from sima_attn.train.recipes import to_dict
@@ -77,7 +84,7 @@ def load(samples: Samples, keys: Iterator[list[Key]], workers: int, device: torc
     return DataLoader(
         samples,
         batch_sampler=sampler,
-        num_workers=workers,
+        num_workers=useful_workers(workers),
         collate_fn=list,
         pin_memory=device.type == "cuda",
         generator=torch.Generator().manual_seed(0),

@@ -427,9 +427,10 @@ class Dino(Task):
             raise CollapseError(
                 f"the teacher has collapsed: for {int(self.criterion.flat_steps)} steps up to step {step} it said the "
                 f"same of every image (less than {COLLAPSED} nats of difference; teacher_entropy in train.csv is near "
-                f"{math.log(self.recipe.distill.out_dim):.2f} if that is everything, near 0 if it is one output). A "
-                "lower distill.teacher_temp or optim.lr, more distill.freeze_last_layer epochs or a distill.momentum "
-                "nearer 1 may help; the checkpoints from before are kept",
+                f"{math.log(self.recipe.distill.out_dim):.2f} if that is everything, near 0 if it is one output). In "
+                "an XCiT with SimA distill.class_token_ref=true keeps it from that; a lower distill.teacher_temp or "
+                "optim.lr, more distill.freeze_last_layer epochs or a distill.momentum nearer 1 may help, too. The "
+                "checkpoints from before are kept",
                 step,
             )
 

@@ -17,7 +17,7 @@ from sima_attn._errors import unknown_name
 from sima_attn.bench.rows import processor_name, read_rows, today, write_rows
 from sima_attn.train import dino_recipes, recipes
 from sima_attn.train.dino_recipes import DinoRecipe, Probe
-from sima_attn.train.grid import in_processes, training_speed
+from sima_attn.train.grid import collect_rows, in_processes, read_collected_rows, training_speed
 from sima_attn.train.logs import read_log
 from sima_attn.train.recipes import Data, Recipe
 
@@ -320,21 +320,11 @@ def make_dino_runs(
 
 def collect_dino(out: Path) -> None:
     """Gather the rows of all done runs under `out` into its CSV files, in the order of the grid."""
-    order = {run.name: i for i, run in enumerate(GRID)}
-    done = [path.parent for path in out.glob("*/results.csv")]
-    for name, kind in ROW_FILES.items():
-        rows: list[Any] = []
-        for folder in done:
-            rows += read_rows(folder / name, kind) if (folder / name).exists() else []
-        # A run that the grid has no longer comes last; within a run its own order stays.
-        rows.sort(key=lambda row: (order.get(row.name, len(order)), row.name, row.epochs))
-        if rows:
-            write_rows(out / name, rows)
+    order = {run.name: i for i, run in enumerate(GRID)}  # a run that the grid has no longer comes last
+    collect_rows(out, ROW_FILES, lambda row: (order.get(row.name, len(order)), row.name, row.epochs))
 
 
 def read_collected_dino(out: Path) -> tuple[list[DinoResultRow], list[DinoCurveRow]]:
     """The rows that `collect_dino` gathered."""
-    found: list[list[Any]] = [
-        read_rows(out / name, kind) if (out / name).exists() else [] for name, kind in ROW_FILES.items()
-    ]
-    return found[0], found[1]
+    results, curves = read_collected_rows(out, ROW_FILES)
+    return results, curves

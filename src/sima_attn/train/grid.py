@@ -1,13 +1,16 @@
-"""What grids of runs share: runs side by side on one device, and what a log says of their speed."""
+"""What grids of runs share: runs side by side on one device, their rows gathered, what a log says of their speed."""
 
 from __future__ import annotations
 
 import math
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sima_attn.bench.rows import read_rows, write_rows
 
 Run = TypeVar("Run")
 Row = TypeVar("Row")
@@ -46,6 +49,25 @@ def _share_cores(jobs: int) -> None:
     import torch
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // jobs))
+
+
+def collect_rows(out: Path, files: Mapping[str, type], key: Callable[[Any], Any]) -> None:
+    """Gather the rows of all done runs, folders under `out`, into files of the same names in `out`.
+
+    A run is done once it has the first of the files. The rows are sorted by the key; within a run their order stays.
+    """
+    done = [path.parent for path in out.glob(f"*/{next(iter(files))}")]
+    for name, kind in files.items():
+        rows: list[Any] = []
+        for folder in done:
+            rows += read_rows(folder / name, kind) if (folder / name).exists() else []
+        if rows:
+            write_rows(out / name, sorted(rows, key=key))
+
+
+def read_collected_rows(out: Path, files: Mapping[str, type]) -> list[list[Any]]:
+    """The rows of each file, none where there is no file."""
+    return [read_rows(out / name, kind) if (out / name).exists() else [] for name, kind in files.items()]
 
 
 def training_speed(log: Sequence[dict[str, str]], batch: int) -> tuple[int, float, float]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 from sima_attn._errors import unknown_name
 from sima_attn.bench.rows import processor_name, read_rows, today, write_rows
 from sima_attn.train import recipes
-from sima_attn.train.grid import in_processes, training_speed
+from sima_attn.train.grid import collect_rows, in_processes, read_collected_rows, training_speed
 from sima_attn.train.logs import read_log
 from sima_attn.train.recipes import Recipe
 
@@ -322,22 +322,11 @@ def make_runs(
 
 def collect(out: Path) -> None:
     """Gather the rows of all done runs under `out` into its CSV files, in the order of the grid."""
-    order = {run.name: i for i, run in enumerate(GRID)}
-    done = [path.parent for path in out.glob("*/results.csv")]
-    for name, kind in ROW_FILES.items():
-        rows: list[Any] = []
-        for folder in done:
-            rows += read_rows(folder / name, kind) if (folder / name).exists() else []
-        # A run that the grid has no longer comes last; within a run its own order stays.
-        rows.sort(key=lambda row: (row.epochs, order.get(row.name, len(order)), row.name, row.seed))
-        if rows:
-            write_rows(out / name, rows)
+    order = {run.name: i for i, run in enumerate(GRID)}  # a run that the grid has no longer comes last
+    collect_rows(out, ROW_FILES, lambda row: (row.epochs, order.get(row.name, len(order)), row.name, row.seed))
 
 
 def read_collected(out: Path) -> tuple[list[ResultRow], list[SizeRow], list[CurveRow]]:
     """The rows that `collect` gathered."""
-    found: Iterable[list[Any]] = (
-        read_rows(out / name, kind) if (out / name).exists() else [] for name, kind in ROW_FILES.items()
-    )
-    results, sizes, curves = found
+    results, sizes, curves = read_collected_rows(out, ROW_FILES)
     return results, sizes, curves

@@ -6,6 +6,7 @@ would have got, whatever the number of worker processes.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -176,6 +177,11 @@ class _Keys:
             yield [(epoch, int(p), int(i)) for p, i in zip(positions, indices, strict=True)]
 
 
+def useful_workers(workers: int) -> int:
+    """As many processes as were asked for, at most one a core: more would only wait, and batches do not depend on it."""
+    return min(workers, os.cpu_count() or 1)
+
+
 def batch_loader(samples: Samples, pieces: Iterator, workers: int, pin: bool) -> DataLoader:
     """(images, labels, broken indices) of each piece."""
     keys: Any = _Keys(pieces)
@@ -183,7 +189,7 @@ def batch_loader(samples: Samples, pieces: Iterator, workers: int, pin: bool) ->
     return DataLoader(
         samples,
         batch_sampler=keys,
-        num_workers=workers,
+        num_workers=useful_workers(workers),
         collate_fn=_collate,
         pin_memory=pin,
         generator=torch.Generator().manual_seed(0),
