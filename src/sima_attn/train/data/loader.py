@@ -178,7 +178,7 @@ class _Keys:
 
 
 def useful_workers(workers: int) -> int:
-    """As many processes as were asked for, at most one a core: more would only wait, and batches do not depend on it."""
+    """As many processes as were asked for, at most one a core; batches do not depend on their number."""
     return min(workers, os.cpu_count() or 1)
 
 
