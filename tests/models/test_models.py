@@ -215,6 +215,16 @@ def test_token_ref_of_the_training_size_makes_up_for_a_larger_image():
     assert_close(attention.core(*larger)[:, :, ::4], attention.core(q, k, v), 1e-4)
 
 
+@pytest.mark.parametrize("token_ref", [None, "train"])
+def test_class_token_ref_is_of_the_class_attention_alone(token_ref):
+    for name in ("sima_xcit_nano_12_p16_224", "sima_xcit_mini_p4_64"):
+        model, plain = (build(name, token_ref=token_ref, **kw) for kw in ({"class_token_ref": 14.0}, {}))
+        assert {m.token_ref for m in model.modules() if isinstance(m, SimClassAttention)} == {14.0}
+        assert [m.token_ref for m in model.modules() if isinstance(m, SimAttention)] == [
+            m.token_ref for m in plain.modules() if isinstance(m, SimAttention)
+        ]
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
@@ -228,6 +238,8 @@ def test_token_ref_of_the_training_size_makes_up_for_a_larger_image():
         ("sima_cvt_13", {"relu": True, "act_layer": torch.nn.SiLU}, "contradict each other"),
         ("sima_cvt_13", {"token_ref": 9}, "token_ref must be None or 'train'"),
         (SMALL[1], {"class_attention": "sim"}, "unknown class attention 'sim'"),
+        (SMALL[1], {"attention": "xca", "class_token_ref": 14.0}, "class_token_ref is for SimA's class attention"),
+        (SMALL[1], {"class_token_ref": 0.0}, "token_ref must be None or the positive number"),
         (SMALL[1], {"patch_size": 14}, "patch_size 8 or 16, got 14"),
         (SMALL[1], {"attn_drop_rate": 0.1}, "attn_drop must be 0"),
     ],

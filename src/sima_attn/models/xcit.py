@@ -104,7 +104,9 @@ class SimXcit(Xcit):
                     qkv_bias=qkv_bias,
                     attn_drop=attn_drop_rate,
                     proj_drop=drop_rate,
-                    token_ref=class_token_ref or resolve_token_ref(token_ref, trained_tokens + 1),
+                    token_ref=resolve_token_ref(token_ref, trained_tokens + 1)
+                    if class_token_ref is None
+                    else class_token_ref,
                 )
         self.apply(self._init_weights)
 
