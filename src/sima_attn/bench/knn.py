@@ -128,7 +128,7 @@ def bench_knn(
                     k=k,
                     bank_block=bank_block,
                     query_block=query_block,
-                    seconds=round(seconds, 3),
+                    seconds=round(seconds, 6),
                     images_per_second=round(size.queries / seconds, 1),
                     peak_device_mib=round(peak.device, 1),
                     peak_host_mib=round(peak.host, 1),
