@@ -33,6 +33,15 @@ def test_class_attention_is_a_second_kind_of_block():
     assert counter.frame_count == 2
 
 
+def test_in_mixed_precision_the_first_block_shares_the_compilation_of_the_others():
+    for name, kinds in (("sima_vit_mini_patch4_64", 1), ("sima_xcit_mini_p4_64", 2)):
+        model, counter, images = model_of(name).eval(), CompileCounter(), torch.randn(2, 3, 64, 64)
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = model(images)
+            torch.testing.assert_close(compile_blocks(model, backend=counter)(images), expected, atol=0.02, rtol=0.02)
+        assert counter.frame_count == kinds
+
+
 def test_blocks_that_differ_are_compiled_together():
     model = model_of("sima_vit_mini_patch4_64", drop_path_rate=0.1).eval()
     counter, images = CompileCounter(), torch.randn(2, 3, 64, 64)

@@ -16,16 +16,8 @@ from sima_attn.train import features as features_module
 from sima_attn.train.data import open_data
 from sima_attn.train.dino import train_dino
 from sima_attn.train.dino_recipes import named_dino_recipe
-from sima_attn.train.features import (
-    Features,
-    Subset,
-    evenly,
-    extract,
-    key_of,
-    plot_feature_map,
-    principal_components,
-    two_dimensions,
-)
+from sima_attn.train.feature_map import plot_feature_map, principal_components, two_dimensions
+from sima_attn.train.features import Features, Subset, evenly, extract, key_of
 from sima_attn.train.knn import KnnRow, knn_accuracy, nearest, plot_neighbours
 from sima_attn.train.recipes import Data, with_overrides
 

@@ -1,16 +1,20 @@
 """`sima reproduce`: the paper's comparisons, run again."""
 
+import itertools
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sima_attn._devices import resolve_device
 from sima_attn._files import written_whole
 from sima_attn.cli._shared import console, print_table, progress_bar
 from sima_attn.cli.train import check_installed
 
 if TYPE_CHECKING:
-    from sima_attn.train.dino_miniature import DinoResultRow, DinoRun
+    from sima_attn.train.dino_miniature import DinoResultRow
 
 app = typer.Typer(help="Run the paper's comparisons again.", no_args_is_help=True)
 
@@ -44,21 +48,8 @@ def miniature_command(
     runs = planned_runs(only or (), epochs=epochs, seeds=seeds)
     check_can_plot()
     open_data(data, "train")  # wrong data are named before anything runs
-    if device == "auto":
-        import torch
-
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if jobs == 1:  # each run shows a bar of its own
-        for i, run in enumerate(runs, 1):
-            console.print(f"run {i} of {len(runs)}: {run.folder} ({run.about})", highlight=False)
-            for _, row in make_runs([run], out, data, device=device):
-                console.print(f"  {outcome(row.top1, row.status, row.seconds)}", highlight=False)
-    else:
-        with progress_bar() as bar:
-            task = bar.add_task(f"{jobs} runs at a time", total=len(runs))
-            for run, row in make_runs(runs, out, data, device=device, jobs=jobs):
-                bar.update(task, advance=1)
-                bar.console.print(f"{run.folder}: {outcome(row.top1, row.status, row.seconds)}", highlight=False)
+    make = partial(make_runs, runs, out, data, device=resolve_device(device), jobs=jobs)
+    follow(make, len(runs), jobs, lambda row: outcome(row.top1, row.status, row.seconds))
     results, sizes, curves = read_collected(out)
     tables = [results_table(results)] + ([sizes_table(sizes)] if sizes else [])
     with written_whole(out / "tables.md") as temporary:
@@ -68,6 +59,24 @@ def miniature_command(
     if sizes:
         print_table(tables[1], title="Top-1 at other image sizes")
     console.print(f"Rows, tables.md and miniature.png: {out}", highlight=False, soft_wrap=True)
+
+
+def follow(make: Callable[..., Any], count: int, jobs: int, outcome: Callable[[Any], str]) -> None:
+    """Make the runs of a grid and say what became of each; alone, every run shows a bar of its own."""
+    if jobs == 1:
+        numbers = itertools.count(1)
+
+        def started(run: Any) -> None:
+            console.print(f"run {next(numbers)} of {count}: {run.folder} ({run.about})", highlight=False)
+
+        for _, row in make(on_start=started):
+            console.print(f"  {outcome(row)}", highlight=False)
+        return
+    with progress_bar() as bar:
+        task = bar.add_task(f"{jobs} runs at a time", total=count)
+        for run, row in make():
+            bar.update(task, advance=1)
+            bar.console.print(f"{run.folder}: {outcome(row)}", highlight=False)
 
 
 def outcome(top1: float, status: str, seconds: float) -> str:
@@ -88,7 +97,6 @@ def dino_command(
 ) -> None:
     """The paper's self-supervised comparison on small images: a table and a figure. Start it again to go on."""
     check_installed()
-    from sima_attn._devices import resolve_device
     from sima_attn.bench.figures import check_can_plot
     from sima_attn.train.data import open_data
     from sima_attn.train.dino_miniature import make_dino_runs, planned_dino_runs, read_collected_dino
@@ -98,20 +106,8 @@ def dino_command(
     check_can_plot()
     for split in ("train", "val"):
         open_data(data, split)  # wrong data are named before anything runs
-    device = resolve_device(device)
-    if jobs == 1:  # each run shows a bar of its own
-
-        def started(run: "DinoRun") -> None:
-            console.print(f"{run.folder} ({run.about})", highlight=False)
-
-        for _, row in make_dino_runs(runs, out, data, device=device, on_start=started):
-            console.print(f"  {dino_outcome(row)}", highlight=False)
-    else:
-        with progress_bar() as bar:
-            task = bar.add_task(f"{jobs} runs at a time", total=len(runs))
-            for run, row in make_dino_runs(runs, out, data, device=device, jobs=jobs):
-                bar.update(task, advance=1)
-                bar.console.print(f"{run.folder}: {dino_outcome(row)}", highlight=False)
+    make = partial(make_dino_runs, runs, out, data, device=resolve_device(device), jobs=jobs)
+    follow(make, len(runs), jobs, dino_outcome)
     results, curves = read_collected_dino(out)
     table = dino_table(results)
     with written_whole(out / "tables.md") as temporary:

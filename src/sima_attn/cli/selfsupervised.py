@@ -103,7 +103,8 @@ def knn_command(
     from sima_attn.bench.figures import check_can_plot
     from sima_attn.bench.rows import write_rows
     from sima_attn.bench.tables import TextTable
-    from sima_attn.train.features import load_backbone, plot_feature_map
+    from sima_attn.train.feature_map import plot_feature_map
+    from sima_attn.train.features import load_backbone
     from sima_attn.train.knn import knn_accuracy, plot_neighbours
 
     if picture is not None or map_ is not None:

@@ -9,6 +9,7 @@ from timm.layers import DropPath
 from torch import nn
 
 LISTS = ("blocks", "cls_attn_blocks")  # what timm's models and ours call their lists of blocks
+LAST_BEFORE = "pos_drop"  # and what they call the module before the first block
 
 
 def compile_blocks(model: nn.Module, **options: Any) -> Any:
@@ -30,4 +31,10 @@ def compile_blocks(model: nn.Module, **options: Any) -> Any:
         return torch.compile(model, **options)
     for block in blocks:
         block.compile(**options)
+    if next(model.parameters()).dtype == torch.float32:
+        # In mixed precision the stem hands half precision to the first block, and that float32 to the others: with
+        # float32 for all, one compilation serves all.
+        for name, module in model.named_modules():
+            if name.rsplit(".", 1)[-1] == LAST_BEFORE:
+                module.register_forward_hook(lambda module, inputs, tokens: tokens.float())
     return model

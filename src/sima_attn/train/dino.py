@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from lightning.fabric import Fabric
@@ -26,31 +25,26 @@ from sima_attn.models.compiled import compile_blocks
 from sima_attn.ops.eager import without_autocast
 from sima_attn.train import dino_recipes, recipes
 from sima_attn.train.crops import CropBatch, CropImage, split_views
-from sima_attn.train.data import Source, open_data
-from sima_attn.train.data.cache import Cache, normalise
+from sima_attn.train.data import open_data
+from sima_attn.train.data.cache import Decoded, decode_once, normalise
 from sima_attn.train.data.loader import (
-    Batch,
     BrokenImages,
     Samples,
     Share,
     batch_indices,
     batch_loader,
-    evaluation_batches,
     seed_everything,
     steps_per_epoch,
 )
-from sima_attn.train.data.sources import check_same_classes
 from sima_attn.train.dino_recipes import DinoRecipe, Distill
 from sima_attn.train.engine import Finished, Task
-from sima_attn.train.features import Subset, build_backbone
-from sima_attn.train.knn import knn_accuracy
+from sima_attn.train.features import build_backbone
+from sima_attn.train.knn_probe import KnnProbe
 from sima_attn.train.progress import RunProgress
-from sima_attn.train.recipes import Data
 from sima_attn.train.start import train_task
 
 COLLAPSED = 1e-3  # nats; a teacher at its random start tells more of an image than that: the least seen is 0.005
 LOOKED_AFTER = 10  # steps between two looks for a collapse: each waits for the device
-Decoded = dict[str, Cache]  # the images of a split, decoded on the device
 
 
 class CollapseError(ValueError):
@@ -184,13 +178,6 @@ def move_teacher(teacher: nn.Module, student: nn.Module, momentum: float) -> Non
     torch._foreach_lerp_(list(teacher.parameters()), list(student.parameters()), 1 - momentum)
 
 
-def _widen_tokens(backbone: nn.Module) -> None:
-    """Give the first block float32, as the others have it in mixed precision: a compilation serves one type alone."""
-    last_before = getattr(backbone, "pos_drop", None)
-    if last_before is not None:
-        last_before.register_forward_hook(lambda module, inputs, tokens: tokens.float())
-
-
 @torch.no_grad()
 def check_takes_crops(model: nn.Module, recipe: DinoRecipe) -> int:
     """Channels of the features, the same at every size of crop, or an error that says which size is wrong."""
@@ -212,96 +199,6 @@ def check_takes_crops(model: nn.Module, recipe: DinoRecipe) -> int:
         width = features.shape[1]
     model.train()
     return width
-
-
-def decode_once(
-    decoded: Decoded, split: str, source: Source, data: Data, device: torch.device, progress: RunProgress
-) -> Cache:
-    """The images of a split on the device: those decoded before, or decoded now and kept in `decoded`."""
-    if split not in decoded:
-        broken, counter = BrokenImages(source, progress.say), progress.counter(f"decoding {split}")
-        decoded[split] = Cache(source, data, device, broken=broken, on_step=counter)
-    return decoded[split]
-
-
-class KnnProbe:
-    """k-NN while a run goes: a backbone -> accuracy on the val images in percent, among some of the training images."""
-
-    def __init__(
-        self,
-        recipe: DinoRecipe,
-        fabric: Fabric,
-        share: Share,
-        train: Source,
-        decoded: Decoded,
-        progress: RunProgress,
-    ) -> None:
-        self.recipe, self.fabric, self.share, self.classes = recipe, fabric, share, len(train.classes)
-        val = open_data(recipe.data.path, "val")
-        check_same_classes(train, val)
-        count = min(recipe.probe.bank, len(train))
-        if count < recipe.probe.k:
-            raise ValueError(f"probe.k={recipe.probe.k} is more than the {count} training images; make it smaller")
-        bank = Subset(train, np.linspace(0, len(train) - 1, count).round().astype(int))
-        if recipe.data.cache:
-            decode_once(decoded, "val", val, recipe.data, fabric.device, progress)
-        self.bank = (bank, bank.indices, decoded.get("train"), BrokenImages(bank, progress.say))
-        self.val = (val, np.arange(len(val)), decoded.get("val"), BrokenImages(val, progress.say))
-
-    def __call__(self, backbone: nn.Module) -> dict[str, float]:
-        """knn_top1 and knn_top5, over all processes: each looks for the neighbours of its share of the val images."""
-        probe, world = self.recipe.probe, self.share.world
-        bank, bank_labels = self.features(backbone, *self.bank)
-        if world > 1:
-            parts: list[Any] = [None] * world
-            torch.distributed.all_gather_object(parts, (bank.cpu(), bank_labels.cpu()))
-            bank, bank_labels = (torch.cat(list(tensors)) for tensors in zip(*parts, strict=True))
-        queries, labels = self.features(backbone, *self.val)
-        found = knn_accuracy(
-            queries,
-            labels,
-            bank,
-            bank_labels,
-            classes=self.classes,
-            k=[probe.k],
-            temperature=probe.temperature,
-            device=self.fabric.device,
-        )[0]
-        counts = torch.tensor([found.top1, found.top5, 1.0], dtype=torch.float64) * len(labels)
-        if world > 1:
-            counts = self.fabric.all_reduce(counts.to(self.fabric.device), reduce_op="sum")  # type: ignore[assignment]
-        top1, top5, images = counts.tolist()
-        return {"knn_top1": top1 / images, "knn_top5": top5 / images}
-
-    @torch.no_grad()
-    def features(
-        self, backbone: nn.Module, source: Source, indices: np.ndarray, cache: Cache | None, broken: BrokenImages
-    ) -> tuple[Tensor, Tensor]:
-        """Features [n, C] and labels [n] of this process's share."""
-        features, labels = [], []
-        for images, numbers in self.batches(source, indices, cache, broken):
-            with self.fabric.autocast():
-                features.append(backbone(images).float())
-            labels.append(numbers)
-        if not features:
-            raise ValueError(f"process {self.share.rank} has none of the {len(source)} images to look at; use fewer")
-        return torch.cat(features), torch.cat(labels)
-
-    def batches(
-        self, source: Source, indices: np.ndarray, cache: Cache | None, broken: BrokenImages
-    ) -> Iterator[Batch]:
-        """Every readable image of this process once; `indices` are those of the images in the cache."""
-        share, data, batch = self.share, self.recipe.data, max(self.share.piece, 1)
-        if cache is None:
-            yield from evaluation_batches(
-                source, data, batch, device=self.fabric.device, broken=broken, rank=share.rank, world=share.world
-            )
-            return
-        mine = indices[cache.good[indices]][share.rank :: share.world]
-        for part in np.split(mine, range(batch, len(mine), batch)):
-            if len(part):
-                images, labels = cache.take(part)
-                yield Batch(normalise(images.float() / 255, data), labels)
 
 
 class Dino(Task):
@@ -338,8 +235,6 @@ class Dino(Task):
         self.crop = CropBatch(recipe.crops, recipe.data).to(fabric.device)
         self.teach: Any = self.teacher
         if recipe.run.compile:
-            for branch in (self.model, self.teacher):
-                _widen_tokens(branch.backbone)
             self.teach = compile_blocks(self.teacher)  # not the crops: they take a fraction of a step
         self.criterion = DinoLoss(recipe.distill)
         self.seen: list[Tensor] = []  # of the parts of a step: the mean of the teacher's outputs, and the information

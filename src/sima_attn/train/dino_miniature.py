@@ -24,7 +24,7 @@ from sima_attn.train.recipes import Data, Recipe
 if TYPE_CHECKING:
     from torch import nn
 
-    from sima_attn.train.dino import Decoded
+    from sima_attn.train.data.cache import Decoded
 
 VIT = ("model.name=sima_deit_tiny_patch16_224", "model.attention=softmax")
 DINO, SUPERVISED, RANDOM = "dino", "supervised", "random"  # how the weights come about
@@ -213,8 +213,9 @@ def make_dino_run(
 
     from sima_attn.train.checkpoint import checkpoints
     from sima_attn.train.data import open_data
+    from sima_attn.train.data.cache import decode_once
     from sima_attn.train.data.loader import seed_everything
-    from sima_attn.train.dino import CollapseError, decode_once
+    from sima_attn.train.dino import CollapseError
     from sima_attn.train.engine import NonFiniteError
     from sima_attn.train.features import build_backbone, load_backbone
     from sima_attn.train.progress import RunProgress

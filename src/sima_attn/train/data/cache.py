@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,6 +16,9 @@ from torch import Tensor
 from sima_attn.train.data.loader import Batch, BrokenImages, Samples, Share, batch_indices, batch_loader
 from sima_attn.train.data.sources import Source
 from sima_attn.train.recipes import Data
+
+if TYPE_CHECKING:
+    from sima_attn.train.progress import RunProgress
 
 PART, MOST_WORKERS = 256, 16  # images decoded at a time, processes that decode
 
@@ -76,6 +80,19 @@ class Cache:
         """The images at these indices."""
         chosen = torch.from_numpy(indices).to(self.images.device)
         return Batch(self.images[chosen], self.labels[chosen])
+
+
+Decoded = dict[str, Cache]  # by the name of a split
+
+
+def decode_once(
+    decoded: Decoded, split: str, source: Source, data: Data, device: torch.device, progress: RunProgress
+) -> Cache:
+    """The images of a split on the device: those decoded before, or decoded now and kept in `decoded`."""
+    if split not in decoded:
+        broken, counter = BrokenImages(source, progress.say), progress.counter(f"decoding {split}")
+        decoded[split] = Cache(source, data, device, broken=broken, on_step=counter)
+    return decoded[split]
 
 
 def _next_good(good: np.ndarray) -> np.ndarray:
