@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from recorder import Recorder
 from sima_attn.nn import SimAttention
@@ -282,6 +283,94 @@ def test_compiles_without_a_graph_break(path):
     expected = torch.autograd.grad(run(x), x)[0]
     compiled = torch.compile(run, fullgraph=True, backend="inductor" if CUDA else "aot_eager")
     assert error(torch.autograd.grad(compiled(x), x)[0], expected.double()) < 1e-4
+
+
+class OperatorNames(TorchDispatchMode):
+    """Looks at every call."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "apart"])
+def test_a_plain_call_goes_past_the_operator_and_gives_the_same_bits(packed):
+    qkv, grad = make(2, 40, 3, 2, 16), make(2, 40, 2, 16)
+
+    def run():
+        x = qkv.clone().requires_grad_()
+        if packed:
+            o = sima_attention_qkv(x, backend="triton")
+        else:
+            o = sima_attention(*(t.transpose(1, 2) for t in x.unbind(2)), backend="triton").transpose(1, 2)
+        return [o.detach(), *torch.autograd.grad(o, x, grad)]
+
+    plain = run()
+    with OperatorNames() as mode:
+        seen = run()
+    assert all(torch.equal(a, b) for a, b in zip(plain, seen, strict=True))
+    name = "sima_attn::attention_qkv" if packed else "sima_attn::attention"
+    assert [n for n in mode.names if n.startswith("sima_attn")] == [name, f"{name}_backward"]
+
+
+def test_a_second_derivative_is_an_error_and_not_a_zero():
+    qkv = make(1, 20, 3, 1, 16).requires_grad_()
+    first = torch.autograd.grad(sima_attention_qkv(qkv, backend="triton").square().sum(), qkv, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        first.sum().backward()
+
+
+class KernelThatCounts:
+    """A kernel as `start` sees it: launched through itself it compiles, and the compiled one is launched after."""
+
+    arg_names = ("x", "count", "factor", "WIDTH", "FLAG")
+
+    def __init__(self):
+        self.fn, self.launches = object(), []
+
+    def __getitem__(self, grid):
+        def compile_and_launch(*arguments, **constants):
+            self.launches.append(("compiled", grid, arguments, constants))
+            return Compiled(self)
+
+        return compile_and_launch
+
+
+class Compiled:
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.kernel.launches.append(("remembered", grid, arguments))
+
+
+def test_a_launch_is_remembered_until_something_that_triton_looks_at_differs(monkeypatch):
+    monkeypatch.setattr(triton_launch, "_ready", {})
+    kernel, tile = KernelThatCounts(), triton_tuning.Tile(32, warps=4)
+    x = make(64)
+
+    def launch(x, count=5, factor=1.0, width=16, tile=tile):
+        triton_launch.start(kernel, (2, 1, 1), x, count, factor, FLAG=True, WIDTH=width, tile=tile)
+        return kernel.launches[-1]
+
+    how, grid, _, constants = launch(x)
+    assert how == "compiled"
+    assert grid == (2, 1, 1)
+    assert constants == {"FLAG": True, "WIDTH": 16, **tile.compiler_options()}
+    # Floats are of one type whatever they are; the constants follow in the order of the kernel, not of the call.
+    how, _, arguments = launch(x + 1, factor=2.0)
+    assert how == "remembered"
+    assert arguments[1:] == (5, 2.0, 16, True)
+    changes = ({"count": 16}, {"width": 32}, {"tile": triton_tuning.Tile(64, warps=4)})
+    others = [launch(x, **change) for change in changes] + [launch(x[1:]), launch(x.half())]
+    assert [other[0] for other in others] == ["compiled"] * len(others)
+    monkeypatch.setattr(triton_launch, "MOST_READY", 1)
+    launch(x, count=17)
+    assert len(triton_launch._ready) == 1, "what is remembered stays bounded"
 
 
 def test_autocast_leaves_the_dtype_of_the_inputs_alone():

@@ -21,7 +21,9 @@ FEW_TOKENS_OF_MANY_HEADS = 2048
 # The whole state of a head must fit the registers of one program, by bytes a number of the inputs.
 LARGEST_STATE = {2: 128 * 128, 4: 64 * 64}
 SMALLEST_SHARE = 128  # tokens that are worth a program of their own
-FINISHING_ROWS = 4  # rows of the state that one program adds up
+PROGRAMS = 1.25  # that share the tokens, for every multiprocessor; more would write more shares
+FINISHING_ROWS = 4  # rows of the state that one program adds up, half as many where heads are few
+MOST_READY = 4096  # launches that are remembered
 PRECISION = {torch.bfloat16: "bf16", torch.float16: "tf32", torch.float32: "tf32x3"}
 NARROW = 32  # so few channels a head multiply in full float32 without tensor cores, which is a little more accurate
 
@@ -80,6 +82,32 @@ def scratch(*shape: int, like: Tensor, dtype: torch.dtype = torch.float32) -> Te
     return torch.empty(shape, dtype=dtype, device=like.device)
 
 
+_ready: dict[tuple, tuple[Any, tuple]] = {}  # a launch -> the compiled kernel, and its constants in order
+
+
+def start(kernel: Any, grid: tuple[int, ...], *arguments: Any, tile: Tile | None = None, **constants: Any) -> None:
+    """Launch kernel[grid](*arguments, **constants) with the compiler options of a tile.
+
+    Triton looks anew at every argument to find the compiled kernel, 40 us a launch. What it looks at is the key here:
+    numbers as they are, the type of a tensor and whether it begins at 16 bytes. float arguments are of one type.
+    """
+    key = (
+        kernel.fn, arguments[0].device, tile, *constants.values(),
+        *[a if type(a) is int else (a.dtype, a.data_ptr() % 16 == 0) for a in arguments if type(a) is not float],
+    )  # fmt: skip
+    ready = _ready.get(key)
+    if ready is not None:
+        compiled, in_order = ready
+        compiled[grid](*arguments, *in_order)
+        return
+    options = {} if tile is None else tile.compiler_options()
+    compiled = kernel[grid](*arguments, **constants, **options)
+    if compiled is not None:  # the interpreter compiles nothing
+        if len(_ready) >= MOST_READY:
+            _ready.clear()
+        _ready[key] = compiled, tuple(constants[name] for name in kernel.arg_names if name in constants)
+
+
 def is_one_program(sizes: Sizes, few_tokens: int) -> bool:
     """True where Q (diag(s) K^T V), or its gradient, is one program a head."""
     return sizes.tokens <= few_tokens and sizes.block_d * sizes.block_v <= LARGEST_STATE[sizes.itemsize]
@@ -131,12 +159,13 @@ def _forward_head(q, k, v, o, options: Options, sizes: Sizes, keep: bool) -> tup
     norms = scratch(2, sizes.B, sizes.H, sizes.D, like=q) if keep else None
 
     def launch(tile: Tile) -> None:
-        kernels.forward_head[(sizes.heads,)](
+        start(
+            kernels.forward_head, (sizes.heads, 1, 1),
             q, k, v, o, state if keep else q, norms if keep else q, *_masks_and_gain(q, options),
             options.gain, options.eps, sizes.heads, sizes.H, sizes.N, sizes.M, *_strides(q, k, v, o),
             D=sizes.D, DV=sizes.DV, BLOCK_D=sizes.block_d, BLOCK_V=sizes.block_v, BLOCK_N=tile.rows,
             SUM_ROWS=_sum_rows(sizes, tile), STAGES=tile.stages, WHOLE=sizes.tokens <= tile.rows, KEEP=keep,
-            **_flags(q, options, sizes), **tile.compiler_options(),
+            **_flags(q, options, sizes), tile=tile,
         )  # fmt: skip
 
     launch_with_best_tile("forward_head", _problem(sizes, q.device), q.device, launch)
@@ -147,11 +176,12 @@ def _forward_split(q, k, v, o, options: Options, sizes: Sizes) -> tuple[Tensor, 
     state, norms = _sums_forward(q, k, v, options, sizes)
 
     def launch(tile: Tile) -> None:
-        kernels.apply_forward[_apply_grid(sizes, sizes.N, tile, sizes.DV)](
+        start(
+            kernels.apply_forward, _apply_grid(sizes, sizes.N, tile, sizes.DV),
             q, o, state, _mask(options.query_mask, q), sizes.H, sizes.N, tile.tiles, *_strides(q, o),
             D=sizes.D, DV=sizes.DV, BLOCK_D=sizes.block_d, BLOCK_V=min(sizes.block_v, tile.columns),
             BLOCK_N=tile.rows, QUERY_MASKED=options.query_mask is not None, PRECISION=_precision(q, sizes),
-            **tile.compiler_options(),
+            tile=tile,
         )  # fmt: skip
 
     launch_with_best_tile("apply_forward", _problem(sizes, q.device), q.device, launch)
@@ -165,9 +195,11 @@ def _sums_forward(q, k, v, options: Options, sizes: Sizes) -> tuple[Tensor, Tens
     )
     state = scratch(sizes.B, sizes.H, sizes.D, sizes.DV, like=q)
     norms = scratch(2, sizes.B, sizes.H, sizes.D, like=q)
-    kernels.finish_forward[(sizes.heads, parts(sizes.D, FINISHING_ROWS))](
+    constants = _finishing(sizes, splits, options, q.device)
+    start(
+        kernels.finish_forward, (sizes.heads, parts(sizes.D, constants["ROWS"]), 1),
         shares, norm_shares, state, norms, q if options.gains is None else options.gains,
-        options.gain, options.eps, sizes.heads, sizes.H, splits, **_finishing(sizes, splits, options),
+        options.gain, options.eps, sizes.heads, sizes.H, splits, **constants,
     )  # fmt: skip
     return state, norms
 
@@ -176,21 +208,21 @@ def _outer_products(
     x, y, z, sizes: Sizes, *, norms: bool, x_mask: Tensor | None, z_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, int]:
     """Shares of X^T Y and of the norms of x and z, and how many there are."""
-    # Twice the multiprocessors: while one program waits for memory the other works.
     rows = max(x.shape[2], z.shape[2])
-    splits = min(parts(rows, SMALLEST_SHARE), parts(2 * multiprocessors(x.device), sizes.heads))
+    splits = min(parts(rows, SMALLEST_SHARE), parts(int(PROGRAMS * multiprocessors(x.device)), sizes.heads))
     shares = scratch(splits, sizes.heads, sizes.D, sizes.DV, like=x)
     norm_shares = scratch(splits, sizes.heads, 2, sizes.D, like=x) if norms else shares
 
     def launch(tile: Tile) -> None:
         columns = min(sizes.block_v, tile.columns)
-        kernels.outer_products[(sizes.heads, splits, parts(sizes.DV, columns))](
+        start(
+            kernels.outer_products, (sizes.heads, splits, parts(sizes.DV, columns)),
             x, y, z, shares, norm_shares, _mask(x_mask, x), _mask(z_mask, x),
             sizes.heads, sizes.H, x.shape[2], z.shape[2], splits, *_strides(x, y, z),
             D=sizes.D, DV=sizes.DV, BLOCK_D=sizes.block_d, BLOCK_V=columns, BLOCK_N=tile.rows,
             SUM_ROWS=_sum_rows(sizes, tile), STAGES=tile.stages, NORMS=norms,
             X_MASKED=x_mask is not None, Z_MASKED=z_mask is not None, PRECISION=_precision(x, sizes),
-            **tile.compiler_options(),
+            tile=tile,
         )  # fmt: skip
 
     launch_with_best_tile("outer_products", _problem(sizes, x.device), x.device, launch)
@@ -201,11 +233,12 @@ def _backward_head(tensors, state: Tensor, norms: Tensor, options: Options, size
     q = tensors[0]
 
     def launch(tile: Tile) -> None:
-        kernels.backward_head[(sizes.heads,)](
+        start(
+            kernels.backward_head, (sizes.heads, 1, 1),
             *tensors, state, norms, *_masks_and_gain(q, options),
             options.gain, options.eps, sizes.heads, sizes.H, sizes.N, sizes.M, *_strides(*tensors),
             D=sizes.D, DV=sizes.DV, BLOCK_D=sizes.block_d, BLOCK_V=sizes.block_v, BLOCK_N=tile.rows,
-            WHOLE=tile.rows >= sizes.N, **_flags(q, options, sizes), **tile.compiler_options(),
+            WHOLE=tile.rows >= sizes.N, **_flags(q, options, sizes), tile=tile,
         )  # fmt: skip
 
     launch_with_best_tile("backward_head", _problem(sizes, q.device), q.device, launch)
@@ -217,19 +250,22 @@ def _backward_split(tensors, state: Tensor, norms: Tensor, options: Options, siz
     shares, _, splits = _outer_products(q, do, q, sizes, norms=False, x_mask=mask, z_mask=mask)
     z = scratch(sizes.heads, sizes.D, sizes.DV, like=q)
     pulls = scratch(2, sizes.heads, sizes.D, like=q)
-    kernels.finish_backward[(sizes.heads, parts(sizes.D, FINISHING_ROWS))](
+    constants = _finishing(sizes, splits, options, q.device)
+    start(
+        kernels.finish_backward, (sizes.heads, parts(sizes.D, constants["ROWS"]), 1),
         shares, state, norms, z, pulls, q if options.gains is None else options.gains,
-        options.gain, options.eps, sizes.heads, sizes.H, splits, **_finishing(sizes, splits, options),
+        options.gain, options.eps, sizes.heads, sizes.H, splits, **constants,
     )  # fmt: skip
 
     def launch(tile: Tile) -> None:
         columns = min(max(sizes.block_d, sizes.block_v), tile.columns)
-        kernels.apply_backward[_apply_grid(sizes, sizes.tokens, tile, max(sizes.D, sizes.DV))](
+        start(
+            kernels.apply_backward, _apply_grid(sizes, sizes.tokens, tile, max(sizes.D, sizes.DV)),
             *tensors, state, z, pulls, _mask(options.query_mask, q), _mask(options.key_mask, q),
             sizes.heads, sizes.H, sizes.N, sizes.M, tile.tiles, *_strides(*tensors),
             D=sizes.D, DV=sizes.DV, BLOCK_D=sizes.block_d, BLOCK_V=sizes.block_v, BLOCK_C=columns,
             BLOCK_N=tile.rows, QUERY_MASKED=options.query_mask is not None,
-            KEY_MASKED=options.key_mask is not None, PRECISION=_precision(q, sizes), **tile.compiler_options(),
+            KEY_MASKED=options.key_mask is not None, PRECISION=_precision(q, sizes), tile=tile,
         )  # fmt: skip
 
     launch_with_best_tile("apply_backward", _problem(sizes, q.device), q.device, launch)
@@ -239,7 +275,8 @@ def _forward_qk(q, k, v, o, options: Options, sizes: Sizes, keep: bool) -> Tenso
     whole = sizes.fit_one_tile
     norms = scratch(2, sizes.B, sizes.H, sizes.D, like=q) if keep or not whole else None
     if not whole:
-        kernels.token_norms[(sizes.heads,)](
+        start(
+            kernels.token_norms, (sizes.heads, 1, 1),
             q, k, norms, _mask(options.query_mask, q), _mask(options.key_mask, q),
             sizes.heads, sizes.H, sizes.N, sizes.M, *_strides(q, k),
             D=sizes.D, BLOCK_D=sizes.block_d, BLOCK_N=32, SUM_ROWS=32,
@@ -248,11 +285,12 @@ def _forward_qk(q, k, v, o, options: Options, sizes: Sizes, keep: bool) -> Tenso
 
     def launch(tile: Tile) -> None:
         rows_q, rows_k = (padded(sizes.N), padded(sizes.M)) if whole else (tile.rows, tile.rows)
-        kernels.attend[(sizes.heads, parts(sizes.N, rows_q))](
+        start(
+            kernels.attend, (sizes.heads, parts(sizes.N, rows_q), 1),
             q, k, v, o, q if norms is None else norms, *_masks_and_gain(q, options),
             options.gain, options.eps, sizes.heads, sizes.H, sizes.N, sizes.M, *_strides(q, k, v, o),
             D=sizes.D, DV=sizes.DV, BLOCK_D=sizes.block_d, BLOCK_V=sizes.block_v, BLOCK_N=rows_q, BLOCK_M=rows_k,
-            WHOLE=whole, KEEP=keep, **_flags(q, options, sizes), **tile.compiler_options(),
+            WHOLE=whole, KEEP=keep, **_flags(q, options, sizes), tile=tile,
         )  # fmt: skip
 
     launch_with_best_tile("attend", _problem(sizes, q.device), q.device, launch)
@@ -263,11 +301,12 @@ def _backward_qk(tensors, norms: Tensor, options: Options, sizes: Sizes) -> None
     q = tensors[0]
 
     def launch(tile: Tile) -> None:
-        kernels.attend_backward[(sizes.heads,)](
+        start(
+            kernels.attend_backward, (sizes.heads, 1, 1),
             *tensors, norms, *_masks_and_gain(q, options),
             options.gain, options.eps, sizes.heads, sizes.H, sizes.N, sizes.M, *_strides(*tensors),
             D=sizes.D, DV=sizes.DV, BLOCK_D=sizes.block_d, BLOCK_V=sizes.block_v,
-            BLOCK_N=padded(sizes.N), BLOCK_M=padded(sizes.M), **_flags(q, options, sizes), **tile.compiler_options(),
+            BLOCK_N=padded(sizes.N), BLOCK_M=padded(sizes.M), **_flags(q, options, sizes), tile=tile,
         )  # fmt: skip
 
     launch_with_best_tile("attend_backward", _problem(sizes, q.device), q.device, launch)
@@ -289,11 +328,12 @@ def _apply_grid(sizes: Sizes, rows: int, tile: Tile, width: int) -> tuple[int, i
     return sizes.heads, parts(rows, tile.rows * tile.tiles), parts(width, columns)
 
 
-def _finishing(sizes: Sizes, splits: int, options: Options) -> dict[str, Any]:
+def _finishing(sizes: Sizes, splits: int, options: Options, device: torch.device) -> dict[str, Any]:
+    few = sizes.heads * parts(sizes.D, FINISHING_ROWS) < multiprocessors(device)
     return {
         "D": sizes.D,
         "DV": sizes.DV,
-        "ROWS": FINISHING_ROWS,
+        "ROWS": FINISHING_ROWS // 2 if few else FINISHING_ROWS,
         "BLOCK_V": sizes.block_v,
         "AT_ONCE": min(16, power_of_two(splits)),
         "GAIN_BY_IMAGE": options.gains is not None,

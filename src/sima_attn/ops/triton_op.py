@@ -5,17 +5,22 @@ projection [B, N, 3, H, D] and returns its gradient packed too, so that no copy 
 matrix products around them; `sima_attn::state_qkv` stops at the small matrix of each head, for those who multiply it
 by more than the queries.
 
+The operators are there for torch.compile and for modes that look at every call. A plain call goes past them, through
+an autograd.Function of the same code: an operator written in Python takes longer to call than the kernels to run.
+
 Shapes: B batch, H heads, N query tokens, M key tokens, D channels a head, Dv value channels a head.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import os
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from sima_attn.ops.cost import choose_order
 from sima_attn.ops.eager import token_gain
@@ -75,9 +80,14 @@ def _why_not_on(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"they run on CUDA devices, got a tensor on {device}"
     # torch.compile cannot trace the question.
-    if not torch.compiler.is_compiling() and torch.cuda.get_device_capability(device) < SMALLEST_CAPABILITY:
+    if not torch.compiler.is_compiling() and _is_too_old(device):
         return "they need a GPU of compute capability 8.0 (Ampere) or newer"
     return None
+
+
+@functools.cache
+def _is_too_old(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) < SMALLEST_CAPABILITY
 
 
 def sima_triton(
@@ -94,16 +104,22 @@ def sima_triton(
     """SimA of checked arguments [B, H, N, Dv], a view of [B, N, H, Dv]."""
     gain, gains = _gain(q, query_mask, token_ref)
     keep = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    return attention(q, k, v, query_mask, key_mask, gains, gain, eps, order, keep)[0]
+    arguments = q, k, v, query_mask, key_mask, gains, gain, eps, order, keep
+    if _must_see_operators(q, k, v):
+        return attention(*arguments)[0]
+    return (PlainAttention.apply if keep else run_attention)(*arguments)[0]
 
 
 def sima_triton_qkv(
     qkv: Tensor, *, order: str, token_mask: Tensor | None = None, token_ref: float | None = None, eps: float = 1e-12
 ) -> Tensor:
     """SimA of a packed projection [B, N, 3, H, D] -> [B, N, H, D]."""
-    gain, gains = _gain(_unpack(qkv)[0], token_mask, token_ref)
+    gain, gains = (1.0, None) if token_ref is None else _gain(_unpack(qkv)[0], token_mask, token_ref)
     keep = torch.is_grad_enabled() and qkv.requires_grad
-    return attention_qkv(qkv, token_mask, gains, gain, eps, order, keep)[0]
+    arguments = qkv, token_mask, gains, gain, eps, order, keep
+    if _must_see_operators(qkv):
+        return attention_qkv(*arguments)[0]
+    return (PlainAttentionQkv.apply if keep else run_attention_qkv)(*arguments)[0]
 
 
 def sima_projected(
@@ -122,6 +138,17 @@ def sima_projected(
     matrices = torch.bmm(state, columns).view(H, B, D, C).transpose(0, 1).reshape(B, H * D, C)
     out = torch.bmm(qkv[:, :, 0].flatten(2), matrices)  # [B, N, C]
     return out if bias is None else out + bias.to(out.dtype)
+
+
+def _must_see_operators(*tensors: Tensor) -> bool:
+    """True where more than torch's autograd looks at a call: a compiler, a tracer, a mode, a transform, a subclass."""
+    return (
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.maybe_current_level() is not None
+        or any(type(t) is not Tensor and type(t) is not nn.Parameter for t in tensors)
+    )
 
 
 def _gain(q: Tensor, query_mask: Tensor | None, token_ref: float | None) -> tuple[float, Tensor | None]:
@@ -178,8 +205,7 @@ def _fake_kept(q: Tensor, v: Tensor, order: str, keep: bool) -> tuple[Tensor, Te
     return q.new_empty(state_shape, dtype=torch.float32), q.new_empty(norms_shape, dtype=torch.float32)
 
 
-@torch.library.custom_op("sima_attn::attention", mutates_args=())
-def attention(
+def run_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -197,13 +223,15 @@ def attention(
     return o, state, norms
 
 
+attention = torch.library.custom_op("sima_attn::attention", run_attention, mutates_args=())
+
+
 @attention.register_fake
 def _(q, k, v, query_mask, key_mask, gains, gain, eps, order, keep):
     return _heads_last(q, v.shape[3]), *_fake_kept(q, v, order, keep)
 
 
-@torch.library.custom_op("sima_attn::attention_backward", mutates_args=())
-def attention_backward(
+def run_attention_backward(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -222,13 +250,15 @@ def attention_backward(
     return grads
 
 
+attention_backward = torch.library.custom_op("sima_attn::attention_backward", run_attention_backward, mutates_args=())
+
+
 @attention_backward.register_fake
 def _(grad, q, k, v, state, norms, query_mask, key_mask, gains, gain, eps):
     return tuple(_heads_last(t, t.shape[3]) for t in (q, k, v))
 
 
-@torch.library.custom_op("sima_attn::attention_qkv", mutates_args=())
-def attention_qkv(
+def run_attention_qkv(
     qkv: Tensor, token_mask: Tensor | None, gains: Tensor | None, gain: float, eps: float, order: str, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `attention`, of a packed [B, N, 3, H, D]; o is [B, N, H, D]."""
@@ -238,14 +268,16 @@ def attention_qkv(
     return o.transpose(1, 2), state, norms
 
 
+attention_qkv = torch.library.custom_op("sima_attn::attention_qkv", run_attention_qkv, mutates_args=())
+
+
 @attention_qkv.register_fake
 def _(qkv, token_mask, gains, gain, eps, order, keep):
     q, _, v = _unpack(qkv)
     return _heads_last(q, v.shape[3]).transpose(1, 2), *_fake_kept(q, v, order, keep)
 
 
-@torch.library.custom_op("sima_attn::attention_qkv_backward", mutates_args=())
-def attention_qkv_backward(
+def run_attention_qkv_backward(
     grad: Tensor,
     qkv: Tensor,
     state: Tensor,
@@ -260,6 +292,11 @@ def attention_qkv_backward(
     tensors = (*_unpack(qkv), grad.transpose(1, 2))
     _run_backward(_unpack(packed), tensors, state, norms, token_mask, token_mask, gains, gain, eps)
     return packed
+
+
+attention_qkv_backward = torch.library.custom_op(
+    "sima_attn::attention_qkv_backward", run_attention_qkv_backward, mutates_args=()
+)
 
 
 @attention_qkv_backward.register_fake
@@ -286,24 +323,49 @@ def _save(ctx, inputs, output) -> None:
     q, k, v, query_mask, key_mask, gains, gain, eps, _, _ = inputs
     ctx.save_for_backward(q, k, v, output[1], output[2], query_mask, key_mask, gains)
     ctx.gain, ctx.eps = gain, eps
+    ctx.set_materialize_grads(False)  # state and norms have no gradient: no zeros for them
 
 
-def _grad(ctx, grad, *_unused):
-    q, k, v, state, norms, query_mask, key_mask, gains = ctx.saved_tensors
-    grads = attention_backward(grad, q, k, v, state, norms, query_mask, key_mask, gains, ctx.gain, ctx.eps)
-    return (*grads, *[None] * 7)
+def _grad(ctx, grad, *_unused, run=attention_backward):
+    return *run(grad, *ctx.saved_tensors, ctx.gain, ctx.eps), *[None] * 7
 
 
 def _save_qkv(ctx, inputs, output) -> None:
     qkv, token_mask, gains, gain, eps, _, _ = inputs
     ctx.save_for_backward(qkv, output[1], output[2], token_mask, gains)
     ctx.gain, ctx.eps = gain, eps
+    ctx.set_materialize_grads(False)
 
 
-def _grad_qkv(ctx, grad, *_unused):
-    qkv, state, norms, token_mask, gains = ctx.saved_tensors
-    return attention_qkv_backward(grad, qkv, state, norms, token_mask, gains, ctx.gain, ctx.eps), *[None] * 6
+def _grad_qkv(ctx, grad, *_unused, run=attention_qkv_backward):
+    return run(grad, *ctx.saved_tensors, ctx.gain, ctx.eps), *[None] * 6
 
 
 attention.register_autograd(_grad, setup_context=_save)
 attention_qkv.register_autograd(_grad_qkv, setup_context=_save_qkv)
+
+
+class PlainAttention(torch.autograd.Function):
+    """`attention` of a plain call."""
+
+    forward = staticmethod(run_attention)
+    setup_context = staticmethod(_save)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        """The gradients of q, k and v; not differentiable again, which is an error and not a zero."""
+        return _grad(ctx, *grads, run=run_attention_backward)
+
+
+class PlainAttentionQkv(torch.autograd.Function):
+    """`attention_qkv` of a plain call."""
+
+    forward = staticmethod(run_attention_qkv)
+    setup_context = staticmethod(_save_qkv)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        """The gradient of qkv, packed."""
+        return _grad_qkv(ctx, *grads, run=run_attention_qkv_backward)
