@@ -7,15 +7,15 @@ import torch
 from typer.testing import CliRunner
 
 from sima_attn import cli
-from sima_attn.bench.cuda_timing import check_cuda, copy_bandwidth, time_graphs
+from sima_attn.bench.cuda_timing import check_cuda, copy_bandwidth, time_calls, time_graphs
 from sima_attn.bench.figures import plot_gpu
 from sima_attn.bench.gpu import CASES, FIGURE_CASES, FORWARD, TENSORS, TRAINING, GpuCase, GpuRow, bench_gpu
 from sima_attn.bench.model import SIZES, TWINS, ModelSpeedRow, Size, bench_models
 from sima_attn.bench.rows import read_rows, write_rows
-from sima_attn.bench.tables import gpu_summary, gpu_table, model_table
+from sima_attn.bench.tables import called_table, gpu_summary, gpu_table, model_table
 
 METHODS = [("flash", False), ("cudnn", False), ("sima", False)]
-MORE = [("paper", False), ("paper", True), ("xca", False), ("elu", False)]
+MORE = [("sdpa", False), ("paper", False), ("paper", True), ("xca", False), ("elu", False)]
 
 
 def row_of(kind, **values):
@@ -37,6 +37,9 @@ def test_the_table_has_a_line_for_each_shape_that_all_methods_ran(tmp_path):
     assert dict(zip(table.header, table.lines[0], strict=True))["SimA"] == "51.3"
     assert dict(zip(table.header, table.lines[0], strict=True))["of the limit"] == "70%"
     assert gpu_table(rows, TRAINING).lines == []
+    assert called_table(gpu_rows(CASES[0], METHODS + MORE, called_us=16.04)).lines == [
+        ["256, 196, 6, 64", FORWARD, "16.0", "16.0"]
+    ]
     # Without rows of training the summary has none.
     assert gpu_summary(rows).lines == [["256, 196, 6, 64", *["51.3"] * 4, "1.50x", *"----"]]
 
@@ -70,6 +73,7 @@ def test_on_a_gpu_it_measures():
     slow, fast = torch.randn(2**26, device="cuda"), torch.randn(2**20, device="cuda")
     timings = time_graphs({"slow": slow.sum, "fast": fast.sum}, seconds=0.01)
     assert timings["slow"].p50 > timings["fast"].p50
+    assert time_calls(slow.sum, seconds=0.01) > timings["fast"].p50
     rows = next(bench_gpu(cases=[GpuCase(8, 196, 6, 64, goal_training=100)], seconds=0.01))
     assert {row.direction for row in rows} == {FORWARD, TRAINING}
     limit = TENSORS[FORWARD] * 8 * 196 * 6 * 64 * 2 / copy_bandwidth()

@@ -1,6 +1,7 @@
 """Times functions against each other on a CUDA device: captured as graphs, replayed in turns, clocked on the device."""
 
 from collections.abc import Callable, Mapping
+from time import perf_counter
 
 import torch
 
@@ -36,6 +37,19 @@ def time_graphs(
             spent += took
         rounds += 1
     return {name: percentiles(times) for name, times in samples.items()}
+
+
+def time_calls(function: Function, *, seconds: float = 0.05) -> float:
+    """Seconds of a call from Python among many in a row: what a loop gets that replays no graphs."""
+    for _ in range(3):
+        function()
+    torch.cuda.synchronize()
+    calls, start = 0, perf_counter()
+    while calls == 0 or perf_counter() - start < seconds:
+        function()
+        calls += 1
+    torch.cuda.synchronize()
+    return (perf_counter() - start) / calls
 
 
 def copy_bandwidth(gibibytes: float = 0.25) -> float:

@@ -103,6 +103,17 @@ def gpu_table(rows: Sequence[GpuRow], direction: str) -> TextTable:
     return TextTable(header, lines, bold=set())
 
 
+def called_table(rows: Sequence[GpuRow]) -> TextTable:
+    """Microseconds of a call from Python: softmax attention as torch chooses it, and SimA."""
+    calls = {((row.B, row.N, row.H, row.D), row.direction, row.method): row.called_us for row in rows}
+    lines = [
+        [", ".join(map(str, shape)), direction, _us(us), _us(calls[shape, direction, "sima"])]
+        for (shape, direction, method), us in calls.items()
+        if method == "sdpa"
+    ]
+    return TextTable(["B, N, H, D", "", "called: softmax", "SimA"], lines, bold=set())
+
+
 def gpu_summary(rows: Sequence[GpuRow]) -> TextTable:
     """The measured shapes at a glance: softmax's two kernels, the paper's code and SimA, forward and in training."""
     from sima_attn.bench.gpu import FORWARD, TRAINING

@@ -348,8 +348,12 @@ attention_qkv.register_autograd(_grad_qkv, setup_context=_save_qkv)
 class PlainAttention(torch.autograd.Function):
     """`attention` of a plain call."""
 
-    forward = staticmethod(run_attention)
-    setup_context = staticmethod(_save)
+    @staticmethod
+    def forward(ctx, *arguments):
+        """(o, state, norms). Without a setup_context: for that torch would look at the signature in every call."""
+        outputs = run_attention(*arguments)
+        _save(ctx, arguments, outputs)
+        return outputs
 
     @staticmethod
     @once_differentiable
@@ -361,8 +365,12 @@ class PlainAttention(torch.autograd.Function):
 class PlainAttentionQkv(torch.autograd.Function):
     """`attention_qkv` of a plain call."""
 
-    forward = staticmethod(run_attention_qkv)
-    setup_context = staticmethod(_save_qkv)
+    @staticmethod
+    def forward(ctx, *arguments):
+        """(o, state, norms)."""
+        outputs = run_attention_qkv(*arguments)
+        _save_qkv(ctx, arguments, outputs)
+        return outputs
 
     @staticmethod
     @once_differentiable

@@ -75,6 +75,7 @@ GRID = (
     MiniatureRun("softmax_1head", "softmax, 1 head", "softmax", options={"num_heads": 1}, paper=77.0),
     MiniatureRun("sima_1head", "SimA, 1 head", options={"num_heads": 1}, paper=79.4),
     MiniatureRun("sima_relu", "SimA, ReLU for GELU", options={"relu": True}, paper=79.6),
+    MiniatureRun("softmax_relu", "softmax, ReLU for GELU", "softmax", options={"relu": True}),
     MiniatureRun(
         "sima_l2", "SimA, l2 for l1", options={"attention_options": {"norm": "l2"}}, paper=79.2, paper_model=XCIT_S12
     ),
