@@ -172,10 +172,10 @@ def miniature() -> DinoRecipe:
         crops=Crops(local_size=24, blur_sigma=(0.1, 1.0)),  # of 64, as DINO's 96 of 224
         # Without the class token's factor SimA's teacher soon says the same of every image.
         distill=Distill(out_dim=8192, teacher_temp_epochs=10, class_token_ref=True),
-        optim=Optim(lr=5e-4, lr_batch=256, weight_decay=0.04),
+        # Few images are few steps: a small batch makes the most of them.
+        optim=Optim(lr=5e-4, lr_batch=128, weight_decay=0.04),
         schedule=Schedule(epochs=100, warmup_epochs=10, warmup_lr=0.0, min_lr=1e-6),
-        # 64 tokens fill no GPU: a batch of 512 takes it hardly longer than one of 256.
-        run=Run(batch=512, precision="bf16", eval_epochs=5),
+        run=Run(batch=128, precision="bf16", eval_epochs=5),
         # The paper's 0.001 is for 1.28 million images; over 100 epochs of 40 thousand the rates add up to the same.
         probe=Probe(lr=0.03),
     )
