@@ -39,9 +39,9 @@ def time_graphs(
     return {name: percentiles(times) for name, times in samples.items()}
 
 
-def time_calls(function: Function, *, seconds: float = 0.05) -> float:
+def time_calls(function: Function, *, seconds: float = 0.1) -> float:
     """Seconds of a call from Python among many in a row: what a loop gets that replays no graphs."""
-    for _ in range(3):
+    for _ in range(10):  # compile, tune, allocate
         function()
     torch.cuda.synchronize()
     calls, start = 0, perf_counter()

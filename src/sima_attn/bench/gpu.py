@@ -155,7 +155,7 @@ def _bench_case(case: GpuCase, direction: str, bandwidth: float, full: bool, sec
             return method(qkv)
 
     timings = time_graphs({str(form): partial(call, method) for form, method in forms.items()}, seconds=seconds)
-    called = {form: time_calls(partial(call, method), seconds=seconds / 10) for form, method in forms.items()}
+    called = {form: time_calls(partial(call, method), seconds=seconds / 3) for form, method in forms.items()}
     fastest_softmax = min(timings[str((name, False))].p50 for name in ("flash", "cudnn"))
     limit = TENSORS[direction] * grad.numel() * grad.element_size() / bandwidth
     q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)

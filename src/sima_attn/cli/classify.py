@@ -116,6 +116,7 @@ def ship_command(
     from rich.console import Console
 
     from sima_attn.models.pretrained import Card, in_half, save_shipped
+    from sima_attn.train.data.sources import class_words
     from sima_attn.train.evaluate import evaluate, load_trained
     from sima_attn.train.logs import read_log
     from sima_attn.train.recipes import to_dict
@@ -132,7 +133,7 @@ def ship_command(
     settings["data"]["path"] = where.name  # where it lay on this machine is nobody's business
     card = Card(
         classes=loaded.classes or [],
-        words=_words(where / "classes.txt"),
+        words=class_words(where),
         size=recipe.data.size,
         mean=recipe.data.mean,
         std=recipe.data.std,
@@ -146,11 +147,3 @@ def ship_command(
     path = save_shipped(weights, name or recipe.model.name, card)
     console.print(f"top-1 {result.top1:.2f}, top-5 {result.top5:.2f}: {path.name}", highlight=False)
     console.print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)", highlight=False, soft_wrap=True)
-
-
-def _words(listing: Path) -> dict[str, str]:
-    """Class -> the first of its names, from lines `class<TAB>names with commas between them`."""
-    if not listing.is_file():
-        return {}
-    pairs = (line.split("\t", 1) for line in listing.read_text().splitlines() if "\t" in line)
-    return {key.strip(): names.split(",")[0].strip() for key, names in pairs}

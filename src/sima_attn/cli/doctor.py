@@ -249,13 +249,18 @@ def run_checks() -> list[Check]:
 
     devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     checks = []
-    for device in devices:
-        for backend in BACKENDS:
-            reason = why_no_kernels(device) if backend == "triton" else None
-            if reason is not None:
-                checks.append(Check(device, backend, "-", None, None, None, "not here", reason))
-                continue
-            checks += [check_backend(device, backend, dtype) for dtype in LARGEST_ERROR]
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")  # a program that allows tf32 would find plain torch wrong
+    try:
+        for device in devices:
+            for backend in BACKENDS:
+                reason = why_no_kernels(device) if backend == "triton" else None
+                if reason is not None:
+                    checks.append(Check(device, backend, "-", None, None, None, "not here", reason))
+                    continue
+                checks += [check_backend(device, backend, dtype) for dtype in LARGEST_ERROR]
+    finally:
+        torch.set_float32_matmul_precision(precision)
     return checks
 
 

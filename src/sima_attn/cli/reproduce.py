@@ -100,7 +100,7 @@ def dino_command(
     from sima_attn.bench.figures import check_can_plot
     from sima_attn.train.data import open_data
     from sima_attn.train.dino_miniature import make_dino_runs, planned_dino_runs, read_collected_dino
-    from sima_attn.train.dino_miniature_report import dino_table, plot_dino
+    from sima_attn.train.dino_miniature_report import dino_curve_table, dino_table, plot_dino
 
     runs = planned_dino_runs(only or (), epochs=epochs)
     check_can_plot()
@@ -111,7 +111,8 @@ def dino_command(
     results, curves = read_collected_dino(out)
     table = dino_table(results)
     with written_whole(out / "tables.md") as temporary:
-        temporary.write_text(table.markdown() + "\n")
+        tables = [table, *(dino_curve_table(curves, length) for length in sorted({row.epochs for row in curves}))]
+        temporary.write_text("\n\n".join(t.markdown() for t in tables) + "\n")
     plot_dino(results, curves, out / "dino.png")
     print_table(table, title="Frozen features here, and in the paper (ImageNet)")
     console.print(f"Rows, tables.md and dino.png: {out}", highlight=False, soft_wrap=True)

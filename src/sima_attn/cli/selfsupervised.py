@@ -103,6 +103,7 @@ def knn_command(
     from sima_attn.bench.figures import check_can_plot
     from sima_attn.bench.rows import write_rows
     from sima_attn.bench.tables import TextTable
+    from sima_attn.train.data.sources import class_words
     from sima_attn.train.feature_map import plot_feature_map
     from sima_attn.train.features import load_backbone
     from sima_attn.train.knn import knn_accuracy, plot_neighbours
@@ -132,11 +133,13 @@ def knn_command(
     if out is not None:
         write_rows(out, rows)
         console.print(f"Rows: {out}", highlight=False, soft_wrap=True)
+    name, words = Path(model).name, class_words(taking.path)
+    bank, queries = (f._replace(classes=[words.get(c, c) for c in f.classes]) for f in (bank, queries))
     if picture is not None:
-        plot_neighbours(queries, val, bank, train, picture, device=device, title=f"Nearest neighbours under {model}")
+        plot_neighbours(queries, val, bank, train, picture, device=device, title=f"Nearest neighbours under {name}")
         console.print(f"Picture: {picture}", highlight=False, soft_wrap=True)
     if map_ is not None:
-        plot_feature_map(queries, map_, method=method, title=f"Features of {model}, {method}")
+        plot_feature_map(queries, map_, method=method, title=f"Features of {name}, {method}")
         console.print(f"Map: {map_}", highlight=False, soft_wrap=True)
 
 

@@ -45,8 +45,22 @@ def dino_table(rows: Sequence[DinoResultRow]) -> TextTable:
     return TextTable(header, lines, bold)
 
 
+def dino_curve_table(curves: Sequence[DinoCurveRow], epochs: int) -> TextTable:
+    """k-NN accuracy by epoch of the runs of one length, as far as each has come."""
+    about = {run.name: run.about for run in GRID}
+    mine = [row for row in curves if row.epochs == epochs]
+    places = sorted({row.epoch for row in mine})
+    found = {(row.name, row.epoch): f"{row.knn_top1:.1f}" for row in mine}
+    names = list(dict.fromkeys(row.name for row in mine))
+    lines = [[n, about.get(n, n), *(found.get((n, place), "-") for place in places)] for n in names]
+    return TextTable(["run", "what it is", *(f"epoch {place:g}" for place in places)], lines, set())
+
+
 def plot_dino(results: Sequence[DinoResultRow], curves: Sequence[DinoCurveRow], path: Path) -> None:
-    """k-NN accuracy by epoch, the lines of other weights across it; and k-NN and linear accuracy of every run."""
+    """k-NN accuracy by epoch, the lines of other weights across it; and k-NN and linear accuracy of every run.
+
+    A run that has curves and no result yet is drawn as far as it has come.
+    """
     check_can_plot()
     import matplotlib
 
@@ -54,23 +68,28 @@ def plot_dino(results: Sequence[DinoResultRow], curves: Sequence[DinoCurveRow], 
     import matplotlib.pyplot as plt
 
     about = {run.name: run.about for run in GRID}
-    epochs = max(row.epochs for row in results)
+    epochs = max([row.epochs for row in results] + [point.epochs for point in curves])
     shown = [row for row in results if row.epochs in (0, epochs)]
     figure, (left, right) = plt.subplots(
         1, 2, figsize=(12, max(4.5, 0.5 * len(shown) + 1)), layout="constrained", width_ratios=(1.2, 1)
     )
+    longest = [point for point in curves if point.epochs == epochs]
+    for name in dict.fromkeys(point.name for point in longest):
+        mine = [point for point in longest if point.name == name]
+        places, heights = [point.epoch for point in mine], [point.knn_top1 for point in mine]
+        colour = COLOURS.get(name, "steelblue")
+        left.plot(places, heights, "o-", markersize=3, color=colour, label=about.get(name, name))
     for row in shown:
-        label, colour = about.get(row.name, row.name), COLOURS.get(row.name, "steelblue")
-        mine = [point for point in curves if (point.name, point.epochs) == (row.name, row.epochs)]
-        if row.weights == DINO:
-            places, heights = [point.epoch for point in mine], [point.knn_top1 for point in mine]
-            left.plot(places, heights, "o-", markersize=3, color=colour, label=label)
-        elif row.status == "finished":
-            left.axhline(row.knn_top1, color=colour, linestyle="--" if row.epochs else ":", label=label)
+        if row.weights != DINO and row.status == "finished":
+            label, colour = about.get(row.name, row.name), COLOURS.get(row.name, "steelblue")
+            style = "--" if row.epochs else ":"
+            left.axhline(row.knn_top1, color=colour, linestyle=style, label=f"{label}: {row.knn_top1:.1f}")
+    if longest:  # labels are worth so much that with their line in it the curves would lie flat
+        left.set_ylim(0, 1.8 * max(point.knn_top1 for point in longest))
     left.set_xlabel("epoch")
     left.set_ylabel(f"{shown[0].k}-NN top-1 on val, %")
     left.grid(alpha=0.3)
-    left.legend(frameon=False, fontsize=8)
+    left.legend(frameon=False, fontsize=8, loc="upper left")
     for place, row in enumerate(shown):
         if row.status != "finished":
             right.text(0, place, f" {row.status}", va="center", fontsize=8)

@@ -117,6 +117,15 @@ def _class_names(root: Path, labels: np.ndarray) -> list[str]:
     return [str(k) for k in range(int(labels.max()) + 1)]
 
 
+def class_words(root: Path | str) -> dict[str, str]:
+    """Class -> the first of its names, from the lines `class<TAB>names with commas between them` of classes.txt."""
+    listing = Path(root) / "classes.txt"
+    if not listing.is_file():
+        return {}
+    pairs = (line.split("\t", 1) for line in listing.read_text().splitlines() if "\t" in line)
+    return {key.strip(): names.split(",")[0].strip() for key, names in pairs}
+
+
 def _decode(data: Any) -> Image:
     from PIL import Image
 
