@@ -173,9 +173,9 @@ def teacher_temperature(distill: Distill, epoch: int) -> float:
 
 
 @torch.no_grad()
-def move_teacher(teacher: nn.Module, student: nn.Module, momentum: float) -> None:
+def move_teacher(teacher: list[Tensor], student: list[Tensor], momentum: float) -> None:
     """teacher <- momentum * teacher + (1 - momentum) * student, every parameter; buffers are each one's own."""
-    torch._foreach_lerp_(list(teacher.parameters()), list(student.parameters()), 1 - momentum)
+    torch._foreach_lerp_(teacher, student, 1 - momentum)
 
 
 @torch.no_grad()
@@ -232,6 +232,9 @@ class Dino(Task):
         self.teacher.requires_grad_(False)
         if fabric.world_size > 1 and fabric.device.type == "cuda":
             self.teacher = nn.SyncBatchNorm.convert_sync_batchnorm(self.teacher)  # the loop does it to the student
+        # Listed once: to walk through the modules takes milliseconds, for which the device would wait at every step.
+        self.followed: list[Tensor] = list(self.model.parameters())
+        self.following: list[Tensor] = list(self.teacher.parameters())
         self.crop = CropBatch(recipe.crops, recipe.data).to(fabric.device)
         self.teach: Any = self.teacher
         if recipe.run.compile:
@@ -299,7 +302,7 @@ class Dino(Task):
         """Clip each gradient on its own; leave those of the last layer out while it is frozen."""
         distill = self.recipe.distill
         if distill.clip is not None:
-            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            gradients = [p.grad for p in self.followed if p.grad is not None]
             norms = torch.stack(torch._foreach_norm(gradients))
             torch._foreach_mul_(gradients, list((distill.clip / (norms + 1e-6)).clamp(max=1).unbind()))
         if step < distill.freeze_last_layer * self.steps_per_epoch:
@@ -308,7 +311,8 @@ class Dino(Task):
 
     def after_step(self, step: int) -> None:
         """Teacher and centre follow; a teacher that says the same of every image ends the run."""
-        move_teacher(self.teacher, self.model, cosine(self.recipe.distill.momentum, 1.0, step - 1, self.total))
+        momentum = cosine(self.recipe.distill.momentum, 1.0, step - 1, self.total)
+        move_teacher(self.following, self.followed, momentum)
         seen = torch.stack(self.seen).mean(0)  # [K + 1]
         if self.fabric.world_size > 1:
             seen = self.fabric.all_reduce(seen, reduce_op="mean")  # type: ignore[assignment]
