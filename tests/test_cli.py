@@ -223,6 +223,17 @@ def test_the_doctor_shows_a_gpu_and_what_runs_there(capsys):
     ] == []
 
 
+def test_the_doctor_asks_for_full_float32_and_leaves_the_setting_as_it_was():
+    """A program that allows bfloat16 or tf32 for float32 products would find plain torch wrong."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert [check.reason for check in doctor.run_checks() if check.failed] == []
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_doctor_finds_the_kernels_of_a_gpu_right():

@@ -84,17 +84,16 @@ class GpuRow:
     date: str
 
 
-def softmax_with(backend: SDPBackend, qkv: Tensor) -> Tensor:
-    """Fused softmax attention by one named kernel, [B, N, 3, H, D] -> [B, N, H, D]."""
-    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-    with sdpa_kernel(backend):
-        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
-
-
 def softmax(qkv: Tensor) -> Tensor:
-    """Fused softmax attention by the kernel that torch chooses."""
+    """Fused softmax attention by the kernel that torch chooses, [B, N, 3, H, D] -> [B, N, H, D]."""
     q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+
+def softmax_with(backend: SDPBackend, qkv: Tensor) -> Tensor:
+    """The same by one named kernel."""
+    with sdpa_kernel(backend):
+        return softmax(qkv)
 
 
 def paper(qkv: Tensor) -> Tensor:
