@@ -31,7 +31,7 @@ from sima_attn.train.dino_miniature import (
     read_collected_dino,
     supervised_recipe,
 )
-from sima_attn.train.dino_miniature_report import dino_table, plot_dino
+from sima_attn.train.dino_miniature_report import dino_curve_table, dino_table, plot_dino
 from sima_attn.train.dino_recipes import check, named_dino_recipe
 from sima_attn.train.features import LayerFeatures, OutputAndLayers, extract, features_of, with_workers
 from sima_attn.train.grid import in_processes, training_speed
@@ -256,9 +256,22 @@ def test_the_table_has_the_papers_numbers_and_what_became_of_a_run(tmp_path):
     assert lines["gone"] == ["40", "1.0", "2.0", "-", "-", "-"]
     assert dino_table(rows).markdown().count("**sima**") == 1
     curves = [DinoCurveRow("sima", 40, epoch, 10.0 * epoch, 50.0) for epoch in (1.0, 2.0)]
+    curves.append(DinoCurveRow("vit_softmax", 40, 1.0, 7.0, 50.0))  # it has not come to its end
     for name, drawn in (("with.png", curves), ("without.png", [])):
         plot_dino(rows, drawn, tmp_path / name)
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_runs_of_one_length_stand_side_by_side_as_far_as_they_have_come():
+    curves = [
+        DinoCurveRow("sima", 16, 5.0, 10.52, 27.4),
+        DinoCurveRow("sima", 16, 10.0, 13.08, 31.5),
+        DinoCurveRow("xca", 16, 5.0, 9.32, 24.3),
+        DinoCurveRow("xca", 15, 5.0, 8.46, 23.1),
+    ]
+    table = dino_curve_table(curves, 16)
+    assert table.header == ["run", "what it is", "epoch 5", "epoch 10"]
+    assert [[line[0], *line[2:]] for line in table.lines] == [["sima", "10.5", "13.1"], ["xca", "9.3", "-"]]
 
 
 def test_names_are_unique():

@@ -12,7 +12,9 @@ from typer.testing import CliRunner
 
 from sima_attn import cli
 from sima_attn.bench.rows import read_rows
+from sima_attn.train import feature_map as map_module
 from sima_attn.train import features as features_module
+from sima_attn.train import knn as knn_module
 from sima_attn.train.data import open_data
 from sima_attn.train.dino import train_dino
 from sima_attn.train.dino_recipes import named_dino_recipe
@@ -274,6 +276,17 @@ def sima(*arguments, code=0):
 
 
 def test_the_command_prints_rows_and_draws(run, tmp_path, monkeypatch):
+    titles = []
+
+    def noting_the_title(plot):
+        def noted(*arguments, title, **options):
+            titles.append(title)
+            plot(*arguments, title=title, **options)
+
+        return noted
+
+    monkeypatch.setattr(knn_module, "plot_neighbours", noting_the_title(plot_neighbours))
+    monkeypatch.setattr(map_module, "plot_feature_map", noting_the_title(plot_feature_map))
     pictures = "--picture", tmp_path / "near.png", "--map", tmp_path / "map.png"
     output = sima("knn", run, "-k", 5, "-k", 20, "--out", tmp_path / "rows.csv", *pictures).output
     assert "k-NN of" in output
@@ -283,6 +296,7 @@ def test_the_command_prints_rows_and_draws(run, tmp_path, monkeypatch):
     assert rows[0].bank + rows[0].images == 1797
     assert (tmp_path / "near.png").is_file()
     assert (tmp_path / "map.png").is_file()
+    assert titles == [f"Nearest neighbours under {run.name}", f"Features of {run.name}, pca"], "no path of a machine"
     monkeypatch.setattr(features_module, "_take", None)  # a second time nothing is taken
     assert "100" in sima("knn", run).output
     assert len(list((run / "features").iterdir())) == 2

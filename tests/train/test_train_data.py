@@ -20,7 +20,7 @@ from sima_attn.train.data.loader import (
     evaluation_batches,
     training_batches,
 )
-from sima_attn.train.data.sources import check_same_classes
+from sima_attn.train.data.sources import check_same_classes, class_words
 from sima_attn.train.recipes import Augment
 
 CPU = torch.device("cpu")
@@ -70,6 +70,12 @@ def any_format(request, folders, tmp_path):
             write_tar(tmp_path / "tar", encoded(folders, split), split)
     (tmp_path / request.param / "classes.txt").write_text("cat\ndog\nowl\n")
     return tmp_path / request.param
+
+
+def test_classes_have_words_where_the_list_has_them(tmp_path):
+    assert class_words(tmp_path) == {}
+    (tmp_path / "classes.txt").write_text("n01\tgoldfish, Carassius auratus\nn02\towl\nbare\n")
+    assert class_words(str(tmp_path)) == {"n01": "goldfish", "n02": "owl"}
 
 
 def test_every_format_holds_the_same_samples(any_format, folders):
