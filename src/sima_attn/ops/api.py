@@ -16,7 +16,7 @@ from torch import Tensor
 from sima_attn._errors import unknown_name
 from sima_attn.ops.cost import resolve_order
 from sima_attn.ops.eager import sima_eager
-from sima_attn.ops.triton_op import order_on_gpu, sima_triton, sima_triton_qkv, why_not
+from sima_attn.ops.triton_op import is_better_packed, order_on_gpu, sima_triton, sima_triton_qkv, why_not
 
 ORDERS = ("auto", "kv", "qk")
 BACKENDS = {"eager": sima_eager, "triton": sima_triton}
@@ -154,7 +154,7 @@ def sima_attention_qkv(
     check_token_ref(token_ref)
     check_eps(eps)
     chosen = plan(q, k, v, order=order, backend=backend)
-    if chosen.backend == "triton":
+    if chosen.backend == "triton" and is_better_packed(qkv):
         return sima_triton_qkv(qkv, order=chosen.order, token_mask=token_mask, token_ref=token_ref, eps=eps)
     run = BACKENDS[chosen.backend]
     o = run(q, k, v, order=chosen.order, key_mask=token_mask, query_mask=token_mask, token_ref=token_ref, eps=eps)

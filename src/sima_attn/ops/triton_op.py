@@ -104,10 +104,13 @@ def sima_triton(
     """SimA of checked arguments [B, H, N, Dv], a view of [B, N, H, Dv]."""
     gain, gains = _gain(q, query_mask, token_ref)
     keep = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    arguments = q, k, v, query_mask, key_mask, gains, gain, eps, order, keep
     if _must_see_operators(q, k, v):
-        return attention(*arguments)[0]
-    return (PlainAttention.apply if keep else run_attention)(*arguments)[0]
+        return attention(q, k, v, query_mask, key_mask, gains, gain, eps, order, keep)[0]
+    if keep:
+        return PlainAttention.apply(q, k, v, query_mask, key_mask, gains, gain, eps, order, keep)[0]
+    o = _heads_last(q, v.shape[3])
+    _run_forward(q, k, v, o, query_mask, key_mask, gains, gain, eps, order, keep)
+    return o
 
 
 def sima_triton_qkv(
@@ -116,10 +119,16 @@ def sima_triton_qkv(
     """SimA of a packed projection [B, N, 3, H, D] -> [B, N, H, D]."""
     gain, gains = (1.0, None) if token_ref is None else _gain(_unpack(qkv)[0], token_mask, token_ref)
     keep = torch.is_grad_enabled() and qkv.requires_grad
-    arguments = qkv, token_mask, gains, gain, eps, order, keep
-    if _must_see_operators(qkv):
-        return attention_qkv(*arguments)[0]
-    return (PlainAttentionQkv.apply if keep else run_attention_qkv)(*arguments)[0]
+    call = attention_qkv if _must_see_operators(qkv) else PlainAttentionQkv.apply
+    return call(qkv, token_mask, gains, gain, eps, order, keep)[0]
+
+
+def is_better_packed(qkv: Tensor) -> bool:
+    """True where `sima_triton_qkv` should take it whole: its gradient comes packed, and a graph has one node of it.
+
+    In a plain call without a gradient q, k and v are views that cost nothing to pass.
+    """
+    return (torch.is_grad_enabled() and qkv.requires_grad) or _must_see_operators(qkv)
 
 
 def sima_projected(
@@ -171,13 +180,18 @@ def _heads_last(like: Tensor, channels: int) -> Tensor:
     return like.new_empty(B, N, H, channels).transpose(1, 2)
 
 
-def _run_forward(q, k, v, o, query_mask, key_mask, gains, gain, eps, order, keep) -> tuple[Tensor, Tensor]:
+def _run_forward(q, k, v, o, query_mask, key_mask, gains, gain, eps, order, keep) -> tuple[Tensor | None, ...]:
+    """Fill o. Returns the state and the norms, None where they are not kept."""
     from sima_attn.ops.triton_launch import Options, forward
 
     with _device_of(q):
-        state, norms = forward(q, k, v, o, Options(query_mask, key_mask, gains, gain, eps), order=order, keep=keep)
-    kept = (state, norms) if keep else (None, None)
-    state, norms = (q.new_empty(0, dtype=torch.float32) if t is None else t for t in kept)
+        kept = forward(q, k, v, o, Options(query_mask, key_mask, gains, gain, eps), order=order, keep=keep)
+    return kept if keep else (None, None)
+
+
+def _or_empty(kept: tuple[Tensor | None, ...], like: Tensor) -> tuple[Tensor, Tensor]:
+    """An operator returns tensors: empty ones for what there is not."""
+    state, norms = (like.new_empty(0, dtype=torch.float32) if t is None else t for t in kept)
     return state, norms
 
 
@@ -219,8 +233,8 @@ def run_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(o [B, H, N, Dv], state, norms); the last two are what the gradient needs, empty unless `keep`."""
     o = _heads_last(q, v.shape[3])
-    state, norms = _run_forward(q, k, v, o, query_mask, key_mask, gains, gain, eps, order, keep)
-    return o, state, norms
+    kept = _run_forward(q, k, v, o, query_mask, key_mask, gains, gain, eps, order, keep)
+    return o, *_or_empty(kept, q)
 
 
 attention = torch.library.custom_op("sima_attn::attention", run_attention, mutates_args=())
@@ -264,8 +278,8 @@ def run_attention_qkv(
     """As `attention`, of a packed [B, N, 3, H, D]; o is [B, N, H, D]."""
     q, k, v = _unpack(qkv)
     o = _heads_last(q, v.shape[3])
-    state, norms = _run_forward(q, k, v, o, token_mask, token_mask, gains, gain, eps, order, keep)
-    return o.transpose(1, 2), state, norms
+    kept = _run_forward(q, k, v, o, token_mask, token_mask, gains, gain, eps, order, keep)
+    return o.transpose(1, 2), *_or_empty(kept, q)
 
 
 attention_qkv = torch.library.custom_op("sima_attn::attention_qkv", run_attention_qkv, mutates_args=())
