@@ -17,6 +17,7 @@ import contextlib
 import functools
 import importlib.util
 import os
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -107,7 +108,7 @@ def sima_triton(
     if _must_see_operators(q, k, v):
         return attention(q, k, v, query_mask, key_mask, gains, gain, eps, order, keep)[0]
     if keep:
-        return PlainAttention.apply(q, k, v, query_mask, key_mask, gains, gain, eps, order, keep)[0]
+        return plain_attention(q, k, v, query_mask, key_mask, gains, gain, eps, order, keep)[0]
     o = _heads_last(q, v.shape[3])
     _run_forward(q, k, v, o, query_mask, key_mask, gains, gain, eps, order, keep)
     return o
@@ -119,7 +120,7 @@ def sima_triton_qkv(
     """SimA of a packed projection [B, N, 3, H, D] -> [B, N, H, D]."""
     gain, gains = (1.0, None) if token_ref is None else _gain(_unpack(qkv)[0], token_mask, token_ref)
     keep = torch.is_grad_enabled() and qkv.requires_grad
-    call = attention_qkv if _must_see_operators(qkv) else PlainAttentionQkv.apply
+    call = attention_qkv if _must_see_operators(qkv) else plain_attention_qkv
     return call(qkv, token_mask, gains, gain, eps, order, keep)[0]
 
 
@@ -359,35 +360,27 @@ attention.register_autograd(_grad, setup_context=_save)
 attention_qkv.register_autograd(_grad_qkv, setup_context=_save_qkv)
 
 
-class PlainAttention(torch.autograd.Function):
-    """`attention` of a plain call."""
+def _past_the_operator(run: Callable, save: Callable, grad: Callable, run_backward: Callable) -> Callable:
+    """What an operator does, for a plain call: the same code in an autograd.Function.
 
-    @staticmethod
-    def forward(ctx, *arguments):
-        """(o, state, norms). Without a setup_context: for that torch would look at the signature in every call."""
-        outputs = run_attention(*arguments)
-        _save(ctx, arguments, outputs)
-        return outputs
+    It has no setup_context, for which torch would look at the signature in every call; to differentiate it twice is
+    an error and not a zero.
+    """
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *grads):
-        """The gradients of q, k and v; not differentiable again, which is an error and not a zero."""
-        return _grad(ctx, *grads, run=run_attention_backward)
+    class Plain(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *arguments):
+            outputs = run(*arguments)
+            save(ctx, arguments, outputs)
+            return outputs
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx, *grads):
+            return grad(ctx, *grads, run=run_backward)
+
+    return Plain.apply
 
 
-class PlainAttentionQkv(torch.autograd.Function):
-    """`attention_qkv` of a plain call."""
-
-    @staticmethod
-    def forward(ctx, *arguments):
-        """(o, state, norms)."""
-        outputs = run_attention_qkv(*arguments)
-        _save_qkv(ctx, arguments, outputs)
-        return outputs
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *grads):
-        """The gradient of qkv, packed."""
-        return _grad_qkv(ctx, *grads, run=run_attention_qkv_backward)
+plain_attention = _past_the_operator(run_attention, _save, _grad, run_attention_backward)
+plain_attention_qkv = _past_the_operator(run_attention_qkv, _save_qkv, _grad_qkv, run_attention_qkv_backward)
