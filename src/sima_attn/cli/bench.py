@@ -169,3 +169,40 @@ def bench_knn_command(
     write_rows(out, rows)
     print_table(knn_speed_table(rows), f"20-NN and its vote, features in half precision, {rows[0].device}")
     console.print(f"Rows: {out}", highlight=False)
+
+
+@app.command("dino")
+def bench_dino_command(
+    names: Annotated[
+        list[str] | None,
+        typer.Option("--only", metavar="RUN", help="A run of `sima reproduce dino`.", show_default="sima, xca, vit"),
+    ] = None,
+    epochs: Annotated[int, typer.Option(min=2, help="Epochs of the digits, 11 steps each.")] = 6,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A setting of the recipe miniature.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    out: Annotated[Path, typer.Option(help="CSV file for the rows.")] = Path("benchmarks/results/dino_step.csv"),
+) -> None:
+    """A step of DINO: plain, recorded as a CUDA graph, compiled, and both."""
+    from sima_attn._devices import resolve_device
+    from sima_attn.bench.dino_step import RUNS, WAYS, bench_dino_step, dino_step_table
+    from sima_attn.bench.rows import write_rows
+
+    device = resolve_device(device)
+    chosen = list(dict.fromkeys(names or RUNS))
+    rows = []
+    with progress_bar() as bar:
+        task = bar.add_task("starting", total=len(chosen) * (len(WAYS) if device == "cuda" else 2))
+        for row in bench_dino_step(
+            device=device,
+            names=chosen,
+            epochs=epochs,
+            settings=overrides or (),
+            on_start=lambda what: bar.update(task, description=what),
+        ):
+            rows.append(row)
+            write_rows(out, rows)  # one by one: what was measured is kept, whatever comes
+            bar.advance(task)
+    print_table(dino_step_table(rows), f"A step of DINO, batch {rows[0].batch}, {rows[0].device}")
+    console.print(f"Rows: {out}", highlight=False)

@@ -118,7 +118,7 @@ class DinoLoss(nn.Module):
         self.register_buffer("centre", torch.zeros(distill.out_dim))
         self.register_buffer("flat_steps", torch.zeros((), dtype=torch.long))
 
-    def forward(self, student: Tensor, teacher: Tensor, images: int, teacher_temp: float) -> tuple[Tensor, Tensor]:
+    def forward(self, student: Tensor, teacher: Tensor, images: int, teacher_temp: float | Tensor) -> tuple[Tensor, Tensor]:
         """Logits [V * B, K] of the student, [G * B, K] of the teacher -> loss, targets [G * B, K].
 
         The first G views of the student are those of the teacher; a view is not compared with itself.
@@ -240,7 +240,10 @@ class Dino(Task):
         if recipe.run.compile:
             self.teach = compile_blocks(self.teacher)  # not the crops: they take a fraction of a step
         self.criterion = DinoLoss(recipe.distill)
-        self.seen: list[Tensor] = []  # of the parts of a step: the mean of the teacher's outputs, and the information
+        # Filled at each step and never replaced, so that a recorded pass finds them.
+        self.temperature = torch.zeros((), device=fabric.device)  # of the teacher
+        # Of all parts of a step, summed: the mean of the teacher's outputs, and the information. [K + 1]
+        self.seen = torch.zeros(recipe.distill.out_dim + 1, device=fabric.device)
 
     def batches(self, start: int, stop: int) -> Iterator[Tensor]:
         """Images of this process: bytes [B, 3, S, S] from the cache, or rows of bytes of their views."""
@@ -270,10 +273,9 @@ class Dino(Task):
         with torch.no_grad(), self.fabric.autocast():
             features, teacher = self.teach(groups[:1])  # [G * B, C], [G * B, K]
         _, student = model(groups)  # [V * B, K]
-        temperature = teacher_temperature(self.recipe.distill, step // self.steps_per_epoch)
-        loss, targets = self.criterion(student, teacher, len(batch), temperature)
+        loss, targets = self.criterion(student, teacher, len(batch), self.temperature)
         told = information(targets)
-        self.seen.append(torch.cat([teacher.float().mean(0), told[None]]))
+        self.seen += torch.cat([teacher.float().mean(0), told[None]])
         return loss, {
             "teacher_entropy": entropy(targets),
             "teacher_information": told,
@@ -291,12 +293,17 @@ class Dino(Task):
         ]
 
     def before_step(self, step: int, groups: list[dict[str, Any]]) -> None:
-        """The weight decay of the step."""
+        """The weight decay and the teacher's temperature of the step."""
         decay = cosine(self.recipe.optim.weight_decay, self.recipe.distill.weight_decay_end, step, self.total)
         for group in groups:
             if group["decayed"]:
                 group["weight_decay"] = decay
-        self.seen.clear()
+        self.temperature.fill_(teacher_temperature(self.recipe.distill, step // self.steps_per_epoch))
+        self.seen.zero_()
+
+    def why_not_recorded(self) -> str | None:
+        """Crops that workers make come from the host."""
+        return None if self.cache is not None else "its crops are made on the device only with data.cache=true"
 
     def after_backward(self, step: int) -> None:
         """Clip each gradient on its own; leave those of the last layer out while it is frozen."""
@@ -313,7 +320,7 @@ class Dino(Task):
         """Teacher and centre follow; a teacher that says the same of every image ends the run."""
         momentum = cosine(self.recipe.distill.momentum, 1.0, step - 1, self.total)
         move_teacher(self.following, self.followed, momentum)
-        seen = torch.stack(self.seen).mean(0)  # [K + 1]
+        seen = self.seen / self.recipe.run.accumulate
         if self.fabric.world_size > 1:
             seen = self.fabric.all_reduce(seen, reduce_op="mean")  # type: ignore[assignment]
             if self.fabric.device.type == "cpu":  # no SyncBatchNorm here: each process has statistics of its own

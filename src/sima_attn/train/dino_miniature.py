@@ -144,7 +144,7 @@ def dino_recipe(run: DinoRun, data: str, *, on_gpu: bool) -> DinoRecipe:
         name=run.name,
         data=replace(base.data, path=data),
         schedule=replace(base.schedule, epochs=epochs, warmup_epochs=warmup),
-        run=replace(base.run, compile=on_gpu, checkpoint_minutes=1.0),
+        run=replace(base.run, compile=on_gpu, cuda_graph=on_gpu, checkpoint_minutes=1.0),
     )
     return recipes.with_overrides(recipe, run.settings)
 
@@ -153,7 +153,8 @@ def supervised_recipe(recipe: DinoRecipe) -> Recipe:
     """The recipe `tiny_imagenet` with the model, the images, the epochs and the batch of a run of DINO."""
     base = recipes.tiny_imagenet()
     schedule = replace(base.schedule, epochs=recipe.schedule.epochs, warmup_epochs=recipe.schedule.warmup_epochs)
-    return replace(base, name=recipe.name, model=recipe.model, data=recipe.data, schedule=schedule, run=recipe.run)
+    run = replace(recipe.run, cuda_graph=False)  # classification cannot be recorded
+    return replace(base, name=recipe.name, model=recipe.model, data=recipe.data, schedule=schedule, run=run)
 
 
 class Judged(NamedTuple):

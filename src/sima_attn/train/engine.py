@@ -30,6 +30,7 @@ from sima_attn.train.data.loader import seed_everything
 from sima_attn.train.logs import CsvLog, TensorBoard
 from sima_attn.train.progress import RunProgress
 from sima_attn.train.recipes import Optim, Run, Schedule, StepSchedule
+from sima_attn.train.recorded import RecordedPass
 from sima_attn.train.run import RunFolder
 
 MIXED: dict[str, Any] = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
@@ -56,7 +57,10 @@ class Task(ABC):
 
     @abstractmethod
     def loss(self, model: Callable[..., Any], batch: Any, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of a batch and further numbers to log, always the same names."""
+        """The loss of a batch and further numbers to log, always the same names.
+
+        In a recorded run it is called once: what differs from step to step must be in tensors that `before_step` fills.
+        """
 
     @abstractmethod
     def evaluate(self, model: nn.Module) -> dict[str, float]:
@@ -75,6 +79,10 @@ class Task(ABC):
 
     def after_step(self, step: int) -> None:  # noqa: B027
         """Called after each optimiser step with the number of steps made, e.g. to move a teacher."""
+
+    def why_not_recorded(self) -> str | None:
+        """Why its pass cannot be recorded once and replayed (run.cuda_graph), in words; None where it can."""
+        return "it makes choices in Python at every step, which a recording would repeat"
 
     def state(self) -> dict[str, nn.Module]:
         """Further modules to keep in checkpoints, by name: a teacher, a centre."""
@@ -247,6 +255,10 @@ class _Loop:
         self.ema = Average(task.model, self.run.ema, warmup=self.run.ema_warmup) if self.run.ema else None
         module: Any = compile_blocks(task.model) if self.run.compile else task.model
         self.model, self.optimizer = fabric.setup(module, optimizer)
+        self.make_pass: Callable[[Any], dict[str, Tensor]] = self.plain_pass
+        if self.run.cuda_graph:
+            check_can_be_recorded(task, self.run, fabric)
+            self.make_pass = RecordedPass(self.plain_pass, task.model.parameters())
         self.step = 0
         self.sums: dict[str, float] = {}
         self.metrics: dict[str, float] = {}
@@ -316,9 +328,8 @@ class _Loop:
         for part, batch in enumerate(mine):
             self.seed(part)
             with self.fabric.no_backward_sync(self.model, enabled=part + 1 < parts):
-                loss, numbers = self.task.loss(self.model, batch, self.step)
-                self.fabric.backward(loss / parts)
-            for name, value in {"loss": loss, **numbers}.items():
+                numbers = self.make_pass(batch)
+            for name, value in numbers.items():
                 sums[name] = sums.get(name, 0) + value.detach().float() / parts
         norm = self.fabric.clip_gradients(
             self.model, self.optimizer, max_norm=self.optim.clip or math.inf, error_if_nonfinite=False
@@ -338,6 +349,12 @@ class _Loop:
             self.ema.follow(self.step)
         self.task.after_step(self.step)
         self.log(means)
+
+    def plain_pass(self, batch: Any) -> dict[str, Tensor]:
+        """Forward and backward: adds to the gradients; the numbers of the batch come back, its loss first."""
+        loss, numbers = self.task.loss(self.model, batch, self.step)
+        self.fabric.backward(loss / self.run.accumulate)
+        return {"loss": loss, **numbers}
 
     def seed(self, part: int) -> None:
         """What a forward pass draws is a function of the step, the part and the process."""
@@ -425,6 +442,21 @@ class _Loop:
             f"The checkpoints from before are in {self.folder.checkpoints}; a lower optim.lr, optim.clip or "
             "run.precision=fp32 may help"
         )
+
+
+def check_can_be_recorded(task: Task, run: Run, fabric: Fabric) -> None:
+    """Raise where run.cuda_graph does not suit the run, and say what does."""
+    reasons = {
+        f"it needs a CUDA device, and this is {fabric.device.type}": fabric.device.type != "cuda",
+        "several processes wait for one another inside a pass": fabric.world_size > 1,
+        f"a replay sets the gradients, so that it takes run.accumulate=1, got {run.accumulate}": run.accumulate > 1,
+        "the loss scale of fp16 is not recorded; use run.precision=bf16": run.precision == "fp16",
+        "run.grad_checkpointing keeps states of the generator, which a recording cannot": run.grad_checkpointing,
+        f"{type(task).__name__}: {task.why_not_recorded()}": task.why_not_recorded() is not None,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(f"run.cuda_graph=true cannot be had here: {reason}; set it to false")
 
 
 def _one_kernel(name: str, precision: str, device: torch.device) -> dict[str, Any]:

@@ -115,6 +115,17 @@ GRID = (
     MiniatureRun("sima_qk_slow", "SimA, q and k learn 4 times as slowly", options={"qk_init": 4.0}),
     MiniatureRun("sima_gain", "SimA, output x sqrt(N)", options={"token_ref": TOKENS**0.5}),
     MiniatureRun("sima_output_norm", "SimA, LayerNorm of the output", options={"scale_attn_norm": True}),
+    MiniatureRun(
+        "sima_relu_norm",
+        "SimA, ReLU for GELU, LayerNorm of the output",
+        options={"relu": True, "scale_attn_norm": True},
+    ),
+    MiniatureRun("sima_positive", "SimA of ReLU(q), ReLU(k)", options={"attention_options": {"positive": True}}),
+    MiniatureRun(
+        "sima_positive_norm",
+        "SimA of ReLU(q), ReLU(k), LayerNorm of the output",
+        options={"attention_options": {"positive": True}, "scale_attn_norm": True},
+    ),
     MiniatureRun("sima_jax_init", "SimA, larger initial weights (jax)", options={"weight_init": "jax"}),
     MiniatureRun("sima_lr", "SimA, learning rate doubled", settings=("optim.lr=2e-3",)),
     MiniatureRun("sima_class_token", "SimA, class token", options={"class_token": True, "global_pool": "token"}),

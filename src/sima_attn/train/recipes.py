@@ -168,6 +168,10 @@ class Run:
     Attributes:
         batch: Images a step, over all processes and accumulated parts.
         accumulate: Parts that a process takes its share of the batch in.
+        compile: Compile the model with torch.compile.
+        cuda_graph: Record the pass of a step once and replay it, where the task can be recorded: for small models,
+            which otherwise keep the GPU waiting.
+        grad_checkpointing: Compute the blocks again in the backward pass, to save memory.
         ema: Decay of the moving average of the weights; None is off.
         ema_warmup: Let the decay rise from 0, for short runs.
         checkpoint_minutes, checkpoint_steps: A checkpoint after so long, and every so many steps (0: by time alone).
@@ -181,6 +185,7 @@ class Run:
     seed: int = 0
     precision: str = "fp32"
     compile: bool = False
+    cuda_graph: bool = False
     grad_checkpointing: bool = False
     ema: float | None = None
     ema_warmup: bool = False

@@ -1,0 +1,60 @@
+"""The forward and backward pass of a step as one CUDA graph: recorded once, then replayed with a single call.
+
+A small model at a small size keeps a GPU waiting for Python, which launches its thousands of kernels one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+PLAIN_STEPS = 3  # made as usual before the recording: they compile, choose algorithms and load libraries
+
+Numbers = dict[str, Tensor]
+
+
+class RecordedPass:
+    """`plain(batch)`, which leaves gradients in the parameters and returns numbers, in its recorded form.
+
+    A replay does on the device what the recording did, whatever Python has changed since: all that differs from step
+    to step must lie in tensors that stay where they are. Weights and buffers do; the batch is copied to its place;
+    random draws follow the generator as it is seeded before the call.
+    """
+
+    def __init__(self, plain: Callable[[Tensor], Numbers], parameters: Iterable[nn.Parameter]) -> None:
+        self.plain = plain
+        self.parameters = list(parameters)
+        self.stream = torch.cuda.Stream()  # a recording cannot be made on the default stream, nor after work on it
+        self.steps = 0
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, batch: Tensor) -> Numbers:
+        """The numbers of a batch; with the next call the recorded ones are overwritten."""
+        self.steps += 1
+        if self.steps <= PLAIN_STEPS:
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                numbers = self.plain(batch)
+            torch.cuda.current_stream().wait_stream(self.stream)
+            return numbers
+        if self.graph is None:
+            self.record(batch)
+        self.batch.copy_(batch)
+        self.graph.replay()  # type: ignore[union-attr]
+        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
+            parameter.grad = gradient
+        return self.numbers
+
+    def record(self, batch: Tensor) -> None:
+        """Record the pass for batches of this shape; nothing is computed."""
+        self.batch = batch.clone()
+        for parameter in self.parameters:
+            parameter.grad = None  # so that a replay sets the gradients instead of adding to them
+        self.graph = torch.cuda.CUDAGraph()
+        # Other threads, such as those that log, may go on with the device meanwhile.
+        with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local"):
+            numbers = self.plain(self.batch)
+        self.numbers = {name: value.detach() for name, value in numbers.items()}
+        self.gradients = [parameter.grad for parameter in self.parameters]

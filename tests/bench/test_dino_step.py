@@ -1,0 +1,34 @@
+"""`sima bench dino`: a row a way, and the table of them."""
+
+import pytest
+from typer.testing import CliRunner
+
+from sima_attn import cli
+from sima_attn.bench.dino_step import WAYS, DinoStepRow, bench_dino_step, dino_step_table
+from sima_attn.bench.rows import read_rows
+
+SMALL = ("model.kwargs.embed_dim=16", "model.kwargs.num_heads=2", "model.kwargs.depth=1", "run.precision=fp32")
+SMALLER = (*SMALL, "run.batch=700", "data.size=16", "model.kwargs.img_size=16", "crops.local_size=8")
+HEAD = ("distill.out_dim=16", "distill.hidden_dim=16", "distill.bottleneck_dim=8", "crops.local_count=1")
+
+
+def test_the_ways_of_a_cpu_and_their_table(tmp_path, monkeypatch):
+    monkeypatch.delitem(WAYS, "compiled")  # it would take longer than all the rest
+    out = tmp_path / "rows.csv"
+    settings = [part for setting in (*SMALLER, *HEAD) for part in ("--set", setting)]
+    command = ["bench", "dino", "--device", "cpu", "--only", "vit_softmax", "--epochs", "8", "--out", str(out), *settings]
+    done = CliRunner().invoke(cli.app, command)
+    assert done.exit_code == 0, done.output
+    rows = read_rows(out, DinoStepRow)
+    assert [(row.compiled, row.recorded) for row in rows] == [(False, False)]
+    row = rows[0]
+    assert row.steps == 16 and row.views == 3 and row.batch == 700
+    assert row.ms == pytest.approx(1e3 * row.batch / row.images_per_second, rel=0.01)
+    table = dino_step_table(rows)
+    assert table.header[2:] == ["plain, ms"]
+    assert table.lines == [["vit_softmax", "ViT-T/8, softmax", f"{row.ms:.1f}"]]
+
+
+def test_a_run_without_dino_is_an_error():
+    with pytest.raises(ValueError, match="supervised"):
+        next(bench_dino_step(device="cpu", names=["supervised"]))

@@ -1,0 +1,118 @@
+"""A recorded pass does what a plain one does; where it cannot, it says why."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_runs import small_recipe
+
+from sima_attn.train.classify import train_classifier
+from sima_attn.train.dino import train_dino
+from sima_attn.train.dino_recipes import digits
+from sima_attn.train.engine import Task, check_can_be_recorded
+from sima_attn.train.logs import read_log
+from sima_attn.train.recipes import Run, with_overrides
+from sima_attn.train.recorded import PLAIN_STEPS, RecordedPass
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def short_dino(*changes):
+    """One epoch of the digits, 22 steps, with stochastic depth: draws that a recording must not repeat."""
+    return with_overrides(
+        digits(), ("schedule.epochs=1", "schedule.warmup_epochs=0", "run.log_steps=1", "model.drop_path=0.2", *changes)
+    )
+
+
+@needs_cuda
+def test_a_recorded_run_is_the_plain_one(tmp_path):
+    for name in ("false", "true"):
+        recipe = short_dino(f"run.cuda_graph={name}", "distill.teacher_temp_epochs=0", "distill.freeze_last_layer=0")
+        train_dino(recipe, tmp_path / name, device="cuda", quiet=True)
+    plain, recorded = (read_log(tmp_path / name / "train.csv") for name in ("false", "true"))
+    assert len(plain) == len(recorded) == 22 > 2 * PLAIN_STEPS
+    for a, b in zip(plain, recorded, strict=True):
+        for column in ("loss", "grad_norm", "teacher_entropy", "teacher_information", "feature_variance"):
+            assert float(b[column]) == pytest.approx(float(a[column]), rel=1e-3, abs=1e-5), (a["step"], column)
+    first, second = (load_file(tmp_path / name / "weights.safetensors") for name in ("false", "true"))
+    for name, weight in first.items():
+        assert torch.allclose(second[name], weight, rtol=1e-3, atol=1e-5), name
+
+
+@needs_cuda
+def test_a_recorded_run_goes_on_where_it_stopped(tmp_path):
+    recipe = short_dino("run.cuda_graph=true", "run.checkpoint_steps=10")
+    train_dino(recipe, tmp_path / "whole", device="cuda", quiet=True)
+    train_dino(recipe, tmp_path / "stopped", device="cuda", quiet=True)
+    newest = max((tmp_path / "stopped" / "checkpoints").glob("step-*.pt"), key=lambda path: path.name)
+    newest.unlink()  # as if it had been killed before its last checkpoint
+    train_dino(recipe, tmp_path / "stopped", resume=True, device="cuda", quiet=True)
+    first, second = (load_file(tmp_path / name / "weights.safetensors") for name in ("whole", "stopped"))
+    for name, weight in first.items():
+        assert torch.allclose(second[name], weight, rtol=1e-3, atol=1e-5), name
+
+
+@needs_cuda
+def test_a_replay_sees_new_weights_and_draws_and_sets_the_gradients():
+    weight = torch.nn.Parameter(torch.ones(4, device="cuda"))
+    calls = []
+
+    def plain(batch):
+        calls.append(1)
+        loss = (weight * batch * torch.rand(4, device="cuda")).sum()
+        loss.backward()
+        return {"loss": loss}
+
+    recorded = RecordedPass(plain, [weight])
+    for step in range(8):
+        with torch.no_grad():
+            weight.fill_(step + 1)
+        weight.grad = None
+        torch.manual_seed(step)
+        batch = torch.full((4,), float(step), device="cuda")
+        loss = recorded(batch)["loss"].item()
+        torch.manual_seed(step)
+        expected = batch * torch.rand(4, device="cuda")
+        assert torch.allclose(weight.grad, expected)
+        assert loss == pytest.approx(float(((step + 1) * expected).sum()), rel=1e-5)
+    assert len(calls) == PLAIN_STEPS + 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "fabric", "message"),
+    [
+        ({}, {"device": torch.device("cpu")}, "needs a CUDA device"),
+        ({}, {"world_size": 2}, "several processes"),
+        ({"accumulate": 2}, {}, "run.accumulate=1, got 2"),
+        ({"precision": "fp16"}, {}, "use run.precision=bf16"),
+        ({"grad_checkpointing": True}, {}, "run.grad_checkpointing"),
+    ],
+)
+def test_what_cannot_be_recorded_says_why(changes, fabric, message):
+    class Recordable(SimpleNamespace):
+        def why_not_recorded(self):
+            return None
+
+    given = SimpleNamespace(**{"device": torch.device("cuda"), "world_size": 1, **fabric})
+    check_can_be_recorded(Recordable(), Run(), SimpleNamespace(device=torch.device("cuda"), world_size=1))
+    with pytest.raises(ValueError, match=message):
+        check_can_be_recorded(Recordable(), replace(Run(), **changes), given)
+
+
+def test_a_task_that_chooses_in_python_cannot_be_recorded():
+    class Chooses(Task):
+        def batches(self, start, stop): ...
+        def loss(self, model, batch, step): ...
+        def evaluate(self, model): ...
+
+    with pytest.raises(ValueError, match="Chooses: it makes choices in Python"):
+        check_can_be_recorded(Chooses(), Run(), SimpleNamespace(device=torch.device("cuda"), world_size=1))
+
+
+def test_runs_on_the_cpu_refuse_it(tmp_path):
+    with pytest.raises(ValueError, match="needs a CUDA device, and this is cpu"):
+        train_dino(short_dino("run.cuda_graph=true"), tmp_path / "dino", device="cpu", quiet=True)
+    with pytest.raises(ValueError, match="set it to false"):
+        train_classifier(small_recipe(run={"cuda_graph": True}), tmp_path / "train", device="cpu", quiet=True)
