@@ -173,7 +173,6 @@ class SimAttention(Attention):
         order: "auto" | "kv" | "qk", see `sima_attention`.
         token_ref: Number of tokens of the training size, see `sima_attention`. None is the paper.
         eps: Least norm.
-        positive: ReLU of q and k before the norms, so that no weight of the attention is negative. False is the paper.
     """
 
     exps_in_paper = "0"
@@ -187,7 +186,6 @@ class SimAttention(Attention):
         order: str = "auto",
         token_ref: float | None = None,
         eps: float = 1e-12,
-        positive: bool = False,
         **kwargs,
     ) -> None:
         super().__init__(dim, num_heads, *args, **kwargs)
@@ -198,7 +196,6 @@ class SimAttention(Attention):
         self.order = order
         self.token_ref = token_ref
         self.eps = eps
-        self.positive = positive
 
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, *, token_mask: Tensor | None = None
@@ -225,7 +222,7 @@ class SimAttention(Attention):
     def can_stay_packed(self) -> bool:
         """True where nothing happens to q and k between the projection and the attention."""
         plain = isinstance(self.q_norm, nn.Identity) and isinstance(self.k_norm, nn.Identity)
-        return plain and self.norm_over_tokens == "l1" and not self.positive
+        return plain and self.norm_over_tokens == "l1"
 
     @property
     def projection_is_plain(self) -> bool:
@@ -241,8 +238,6 @@ class SimAttention(Attention):
         token_mask: Tensor | None = None,
         key_mask: Tensor | None = None,  # where the keys are other tokens than the queries, as in CvT
     ) -> Tensor:
-        if self.positive:
-            q, k = q.relu(), k.relu()
         options: dict[str, Any] = {
             "key_mask": token_mask if key_mask is None else key_mask,
             "query_mask": token_mask,
@@ -255,16 +250,12 @@ class SimAttention(Attention):
         return sima_eager(q, k, v, order=order, norm=self.norm_over_tokens, **options)
 
     def matrix(self, q: Tensor, k: Tensor) -> Tensor:
-        if self.positive:
-            q, k = q.relu(), k.relu()
         return sima_matrix_reference(q, k, norm=self.norm_over_tokens, token_ref=self.token_ref, eps=self.eps)
 
     def cost(self, shape: AttentionShape) -> Cost:
         return sima_cost(shape, self.order)
 
     def extra_repr(self) -> str:
-        positive = ", positive=True" if self.positive else ""
         return (
-            f"{super().extra_repr()}, norm={self.norm_over_tokens!r}, order={self.order!r}, "
-            f"token_ref={self.token_ref}{positive}"
+            f"{super().extra_repr()}, norm={self.norm_over_tokens!r}, order={self.order!r}, token_ref={self.token_ref}"
         )

@@ -58,6 +58,20 @@ def product(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def waited_for(x):
+    """x, a running sum of products, complete before the loop goes on. For a loop that also reads a factor by itself.
+
+    Triton (3.6 to 3.9) lets Hopper's tensor cores work on while the loop fetches the next tiles. A tile that is only a
+    factor has one place more in shared memory for that. One that is read by itself too, as k is for its norm, has
+    not, and the next one may be written over it while it is still multiplied. An operation on the sum, here an empty
+    one that costs nothing, makes the loop wait for it.
+    """
+    if not INTERPRETED:
+        x = tl.inline_asm_elementwise("", "=f,0", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return x
+
+
+@triton.jit
 def real_rows(mask, rows, count, MASKED: tl.constexpr):
     """True where a row exists and is not padding."""
     real = rows < count
@@ -166,7 +180,7 @@ def forward_head(
             k_tile = load_tile(k, rows, real, k_n, d, D)
             v_tile = load_tile(v, rows, real, v_n, e, DV)
             q_tile = load_tile(q, rows, real_rows(query_mask, rows, N, QUERY_MASKED), q_n, d, D)
-            kv += raw_product(tl.trans(k_tile), v_tile, PRECISION)
+            kv = waited_for(kv + raw_product(tl.trans(k_tile), v_tile, PRECISION))
             sum_k += partial_l1(k_tile, SUM_ROWS)
             sum_q += partial_l1(q_tile, SUM_ROWS)
     norm_k, norm_q = tl.sum(sum_k, axis=0), tl.sum(sum_q, axis=0)
@@ -287,6 +301,7 @@ def outer_products(
         y_tile = load_tile(y, rows, real, y_n, e, DV)
         xy += raw_product(tl.trans(x_tile), y_tile, PRECISION)
         if NORMS:
+            xy = waited_for(xy)
             z_tile = load_tile(z, rows, real_rows(z_mask, rows, rows_z, Z_MASKED), z_n, d, D)
             sum_x += partial_l1(x_tile, SUM_ROWS)
             sum_z += partial_l1(z_tile, SUM_ROWS)

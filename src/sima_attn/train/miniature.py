@@ -28,6 +28,7 @@ OTHER_SIZES = (48, 64, 96, 128)
 DEIT_S, XCIT_S12 = "DeiT-S", "XCiT-S12/16"
 PAPER_TWINS = {DEIT_S: 79.8, XCIT_S12: 82.0}  # with softmax and with XCA, ImageNet, Table 1
 DID_NOT_CONVERGE = math.nan
+FASTER = ("optim.lr=2e-3",)  # twice the recipe's
 
 
 @dataclass(frozen=True)
@@ -115,19 +116,9 @@ GRID = (
     MiniatureRun("sima_qk_slow", "SimA, q and k learn 4 times as slowly", options={"qk_init": 4.0}),
     MiniatureRun("sima_gain", "SimA, output x sqrt(N)", options={"token_ref": TOKENS**0.5}),
     MiniatureRun("sima_output_norm", "SimA, LayerNorm of the output", options={"scale_attn_norm": True}),
-    MiniatureRun(
-        "sima_relu_norm",
-        "SimA, ReLU for GELU, LayerNorm of the output",
-        options={"relu": True, "scale_attn_norm": True},
-    ),
-    MiniatureRun("sima_positive", "SimA of ReLU(q), ReLU(k)", options={"attention_options": {"positive": True}}),
-    MiniatureRun(
-        "sima_positive_norm",
-        "SimA of ReLU(q), ReLU(k), LayerNorm of the output",
-        options={"attention_options": {"positive": True}, "scale_attn_norm": True},
-    ),
     MiniatureRun("sima_jax_init", "SimA, larger initial weights (jax)", options={"weight_init": "jax"}),
-    MiniatureRun("sima_lr", "SimA, learning rate doubled", settings=("optim.lr=2e-3",)),
+    MiniatureRun("sima_lr", "SimA, learning rate doubled", settings=FASTER, twin="softmax_lr"),
+    MiniatureRun("softmax_lr", "softmax, learning rate doubled", "softmax", settings=FASTER),
     MiniatureRun("sima_class_token", "SimA, class token", options={"class_token": True, "global_pool": "token"}),
     MiniatureRun(
         "sima_local", "SimA, local mixer in its own branch", options={"local_mixer": True}, twin="softmax_local"
