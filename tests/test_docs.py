@@ -172,6 +172,7 @@ def tables_of_rows() -> list[tuple[str, str, str]]:
     from sima_attn.bench.rows import read_rows
     from sima_attn.bench.tables import called_table, cpu_table, demo_table, gpu_summary, gpu_table, model_table
     from sima_attn.export.table_1 import ModelRow, table_1
+    from sima_attn.bench.dino_step import DinoStepRow, dino_step_table
     from sima_attn.train.dino_miniature import DinoCurveRow, DinoResultRow
     from sima_attn.train.dino_miniature_report import dino_curve_table, dino_table
     from sima_attn.train.miniature import ResultRow, SizeRow
@@ -200,7 +201,8 @@ def tables_of_rows() -> list[tuple[str, str, str]]:
         ("docs/miniature.md", "miniature.csv", results_table(rows("miniature.csv", ResultRow))),
         ("docs/miniature.md", "miniature_sizes.csv", sizes_table(rows("miniature_sizes.csv", SizeRow))),
         ("docs/self-supervised.md", "dino.csv", dino_table(rows("dino.csv", DinoResultRow))),
-        ("docs/self-supervised.md", "dino_curves.csv", dino_curve_table(rows("dino_curves.csv", DinoCurveRow), 16)),
+        ("docs/self-supervised.md", "dino_curves.csv", dino_curve_table(rows("dino_curves.csv", DinoCurveRow), 40)),
+        ("docs/self-supervised.md", "dino_step.csv", dino_step_table(rows("dino_step.csv", DinoStepRow))),
         ("docs/self-supervised.md", "knn_speed.csv", knn_speed_table(rows("knn_speed.csv", KnnSpeedRow))),
     ]
     return [(page, name, table.markdown()) for page, name, table in tables]

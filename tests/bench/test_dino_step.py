@@ -16,13 +16,25 @@ def test_the_ways_of_a_cpu_and_their_table(tmp_path, monkeypatch):
     monkeypatch.delitem(WAYS, "compiled")  # it would take longer than all the rest
     out = tmp_path / "rows.csv"
     settings = [part for setting in (*SMALLER, *HEAD) for part in ("--set", setting)]
-    command = ["bench", "dino", "--device", "cpu", "--only", "vit_softmax", "--epochs", "8", "--out", str(out), *settings]
+    command = [
+        "bench",
+        "dino",
+        "--device",
+        "cpu",
+        "--only",
+        "vit_softmax",
+        "--epochs",
+        "8",
+        "--out",
+        str(out),
+        *settings,
+    ]
     done = CliRunner().invoke(cli.app, command)
     assert done.exit_code == 0, done.output
     rows = read_rows(out, DinoStepRow)
     assert [(row.compiled, row.recorded) for row in rows] == [(False, False)]
     row = rows[0]
-    assert row.steps == 16 and row.views == 3 and row.batch == 700
+    assert (row.steps, row.views, row.batch) == (16, 3, 700)
     assert row.ms == pytest.approx(1e3 * row.batch / row.images_per_second, rel=0.01)
     table = dino_step_table(rows)
     assert table.header[2:] == ["plain, ms"]

@@ -55,13 +55,21 @@ def dino_command(
     device: DeviceOption = "auto",
     precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; without it the recipe's.")] = None,
     compile_: Annotated[bool, typer.Option("--compile", help="Compile the model with torch.compile.")] = False,
+    cuda_graph: Annotated[
+        bool, typer.Option("--cuda-graph", help="Record a step once and replay it: small models on one GPU.")
+    ] = False,
 ) -> None:
     """Learn features without labels (DINO). Under torchrun, on all its processes; after a crash, add --resume."""
     check_installed()
     from sima_attn.train.dino_recipes import DinoRecipe, named_dino_recipe
 
     folder = out or Path("runs") / f"dino-{recipe or 'digits'}"
-    options = {"data.path": data, "run.precision": precision, "run.compile": "true" if compile_ else None}
+    options = {
+        "data.path": data,
+        "run.precision": precision,
+        "run.compile": "true" if compile_ else None,
+        "run.cuda_graph": "true" if cuda_graph else None,
+    }
     chosen = resolved(
         recipe,
         "digits",

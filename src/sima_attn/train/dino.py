@@ -118,7 +118,9 @@ class DinoLoss(nn.Module):
         self.register_buffer("centre", torch.zeros(distill.out_dim))
         self.register_buffer("flat_steps", torch.zeros((), dtype=torch.long))
 
-    def forward(self, student: Tensor, teacher: Tensor, images: int, teacher_temp: float | Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, student: Tensor, teacher: Tensor, images: int, teacher_temp: float | Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Logits [V * B, K] of the student, [G * B, K] of the teacher -> loss, targets [G * B, K].
 
         The first G views of the student are those of the teacher; a view is not compared with itself.

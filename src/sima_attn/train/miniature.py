@@ -75,7 +75,7 @@ GRID = (
     MiniatureRun("sima", "SimA, 3 heads", paper=79.8, headline=True),
     MiniatureRun("softmax_1head", "softmax, 1 head", "softmax", options={"num_heads": 1}, paper=77.0),
     MiniatureRun("sima_1head", "SimA, 1 head", options={"num_heads": 1}, paper=79.4),
-    MiniatureRun("sima_relu", "SimA, ReLU for GELU", options={"relu": True}, paper=79.6),
+    MiniatureRun("sima_relu", "SimA, ReLU for GELU", options={"relu": True}, twin="softmax_relu", paper=79.6),
     MiniatureRun("softmax_relu", "softmax, ReLU for GELU", "softmax", options={"relu": True}),
     MiniatureRun(
         "sima_l2", "SimA, l2 for l1", options={"attention_options": {"norm": "l2"}}, paper=79.2, paper_model=XCIT_S12
@@ -119,6 +119,20 @@ GRID = (
     MiniatureRun("sima_jax_init", "SimA, larger initial weights (jax)", options={"weight_init": "jax"}),
     MiniatureRun("sima_lr", "SimA, learning rate doubled", settings=FASTER, twin="softmax_lr"),
     MiniatureRun("softmax_lr", "softmax, learning rate doubled", "softmax", settings=FASTER),
+    MiniatureRun(
+        "sima_relu_lr",
+        "SimA, ReLU for GELU, learning rate doubled",
+        options={"relu": True},
+        settings=FASTER,
+        twin="softmax_relu_lr",
+    ),
+    MiniatureRun(
+        "softmax_relu_lr",
+        "softmax, ReLU for GELU, learning rate doubled",
+        "softmax",
+        options={"relu": True},
+        settings=FASTER,
+    ),
     MiniatureRun("sima_class_token", "SimA, class token", options={"class_token": True, "global_pool": "token"}),
     MiniatureRun(
         "sima_local", "SimA, local mixer in its own branch", options={"local_mixer": True}, twin="softmax_local"
