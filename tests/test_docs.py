@@ -164,6 +164,7 @@ def tables_of_rows() -> list[tuple[str, str, str]]:
     from sima_attn.bench.cpu import CpuRow
     from sima_attn.bench.demo import COUNTED_TOKENS, DemoRow, TwinRow, twins_table
     from sima_attn.bench.detect import DetectSpeedRow, detect_table
+    from sima_attn.bench.dino_step import DinoStepRow, dino_step_table
     from sima_attn.bench.edge import EdgeRow, edge_summary
     from sima_attn.bench.gpu import FORWARD, TRAINING, GpuRow
     from sima_attn.bench.knn import KnnSpeedRow, knn_speed_table
@@ -172,7 +173,6 @@ def tables_of_rows() -> list[tuple[str, str, str]]:
     from sima_attn.bench.rows import read_rows
     from sima_attn.bench.tables import called_table, cpu_table, demo_table, gpu_summary, gpu_table, model_table
     from sima_attn.export.table_1 import ModelRow, table_1
-    from sima_attn.bench.dino_step import DinoStepRow, dino_step_table
     from sima_attn.train.dino_miniature import DinoCurveRow, DinoResultRow
     from sima_attn.train.dino_miniature_report import dino_curve_table, dino_table
     from sima_attn.train.miniature import ResultRow, SizeRow
