@@ -116,3 +116,4 @@ def test_runs_on_the_cpu_refuse_it(tmp_path):
         train_dino(short_dino("run.cuda_graph=true"), tmp_path / "dino", device="cpu", quiet=True)
     with pytest.raises(ValueError, match="set it to false"):
         train_classifier(small_recipe(run={"cuda_graph": True}), tmp_path / "train", device="cpu", quiet=True)
+    assert list(tmp_path.glob("*/*")) == []  # nothing that would keep a second try out

@@ -257,7 +257,6 @@ class _Loop:
         self.model, self.optimizer = fabric.setup(module, optimizer)
         self.make_pass: Callable[[Any], dict[str, Tensor]] = self.plain_pass
         if self.run.cuda_graph:
-            check_can_be_recorded(task, self.run, fabric)
             self.make_pass = RecordedPass(self.plain_pass, task.model.parameters())
         self.step = 0
         self.sums: dict[str, float] = {}

@@ -16,7 +16,7 @@ from torch import nn
 from sima_attn._files import written_whole
 from sima_attn.bench.figures import check_can_plot
 from sima_attn.train.curves import plot_learning_curve
-from sima_attn.train.engine import Finished, Settings, Task, fit, start_fabric
+from sima_attn.train.engine import Finished, Settings, Task, check_can_be_recorded, fit, start_fabric
 from sima_attn.train.progress import RunProgress
 from sima_attn.train.run import RunFolder
 
@@ -51,8 +51,10 @@ def train_task(
             folder.check(recipe, resume=resume)
         plots = _will_plot(progress)
         task = build(fabric, progress)
+        if recipe.run.cuda_graph:
+            check_can_be_recorded(task, recipe.run, fabric)
         if first and not resume:
-            folder.write_recipe(recipe)  # after the data were opened: wrong ones leave no folder behind
+            folder.write_recipe(recipe)  # after the data were opened and all was checked: what is wrong leaves no folder
         fabric.barrier()
         facts = about(task)
         settings = Settings(recipe.optim, recipe.schedule, recipe.run)
