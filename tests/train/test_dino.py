@@ -161,7 +161,7 @@ def test_two_whole_steps_agree_with_numpy(tmp_path, monkeypatch):
     # Numerical gradients need weights that are not tiny.
     monkeypatch.setattr(nn.init, "trunc_normal_", lambda weight, std: nn.init.normal_(weight, std=0.7))
     seen, start = [], {}
-    original = Dino.crops
+    original = Dino.prepare
 
     def crops(self, batch):
         groups = original(self, batch)
@@ -170,7 +170,7 @@ def test_two_whole_steps_agree_with_numpy(tmp_path, monkeypatch):
         seen.append([g.mean((2, 3)).double().numpy() for g in groups])
         return groups
 
-    monkeypatch.setattr(Dino, "crops", crops)
+    monkeypatch.setattr(Dino, "prepare", crops)
     clip, lr, eps, low = 0.02, 0.05, 1e-2, 1e-5
     recipe = small_dino(
         class_folders(tmp_path / "data", per_class=(2, 1)),
@@ -414,8 +414,8 @@ def test_information_is_zero_for_any_constant_and_entropy_tells_which():
 
 
 def test_a_constant_output_stops_the_run_and_says_why(data, tmp_path, monkeypatch):
-    original = Dino.crops
-    monkeypatch.setattr(Dino, "crops", lambda self, batch: [g * 0 for g in original(self, batch)])
+    original = Dino.prepare
+    monkeypatch.setattr(Dino, "prepare", lambda self, batch: [g * 0 for g in original(self, batch)])
     recipe = small_dino(data, "distill.collapse_steps=7", "schedule.epochs=8", "run.checkpoint_steps=5", "probe.bank=0")
     with pytest.raises(ValueError, match=r"teacher has collapsed: for 10 steps up to step 10 .* distill\.teacher_temp"):
         train(recipe, tmp_path / "run")

@@ -163,8 +163,8 @@ def test_a_collapse_and_a_loss_that_is_not_finite_are_results(data, tmp_path, mo
     made = make_dino_run(broken, tmp_path / "broken", data, device="cpu", quiet=True)
     assert made.status.startswith("diverged at step ")
     assert math.isnan(made.knn_top1)
-    crops = Dino.crops
-    monkeypatch.setattr(Dino, "crops", lambda self, batch: [group * 0 for group in crops(self, batch)])
+    crops = Dino.prepare
+    monkeypatch.setattr(Dino, "prepare", lambda self, batch: [group * 0 for group in crops(self, batch)])
     flat = replace(SIMA, settings=(*SIMA.settings, "distill.collapse_steps=5"))
     made = make_dino_run(flat, tmp_path / "flat", data, device="cpu", quiet=True)
     assert made.status == "collapsed at step 6"

@@ -27,6 +27,21 @@ def short_dino(*changes):
 
 
 @needs_cuda
+@pytest.mark.parametrize("changes", [{"mixup": 0.8, "cutmix": 1.0, "smoothing": 0.1}, {"smoothing": 0.1}], ids=str)
+def test_a_recorded_classifier_is_the_plain_one(tmp_path, changes):
+    """Mixtures are chosen in Python at every step, and must not be recorded with it."""
+    augment = {"crop": "resized", "flip": 0.5, "erasing": 0.25, **changes}
+    for name in (False, True):
+        recipe = small_recipe(augment=augment, data={"cache": True}, run={"cuda_graph": name, "batch": 256}, epochs=4)
+        train_classifier(recipe, tmp_path / str(name), device="cuda", quiet=True)
+    plain, recorded = (read_log(tmp_path / name / "train.csv") for name in ("False", "True"))
+    assert int(plain[-1]["step"]) > 2 * PLAIN_STEPS
+    for a, b in zip(plain, recorded, strict=True):
+        for column in ("loss", "grad_norm"):
+            assert float(b[column]) == pytest.approx(float(a[column]), rel=1e-3, abs=1e-5), (a["step"], column)
+
+
+@needs_cuda
 def test_a_recorded_run_is_the_plain_one(tmp_path):
     for name in ("false", "true"):
         recipe = short_dino(f"run.cuda_graph={name}", "distill.teacher_temp_epochs=0", "distill.freeze_last_layer=0")
@@ -61,7 +76,7 @@ def test_a_replay_sees_new_weights_and_draws_and_sets_the_gradients():
 
     def plain(batch):
         calls.append(1)
-        loss = (weight * batch * torch.rand(4, device="cuda")).sum()
+        loss = (weight * batch[0] * torch.rand(4, device="cuda")).sum()
         loss.backward()
         return {"loss": loss}
 
@@ -72,7 +87,7 @@ def test_a_replay_sees_new_weights_and_draws_and_sets_the_gradients():
         weight.grad = None
         torch.manual_seed(step)
         batch = torch.full((4,), float(step), device="cuda")
-        loss = recorded(batch)["loss"].item()
+        loss = recorded([batch])["loss"].item()
         torch.manual_seed(step)
         expected = batch * torch.rand(4, device="cuda")
         assert torch.allclose(weight.grad, expected)
@@ -101,13 +116,13 @@ def test_what_cannot_be_recorded_says_why(changes, fabric, message):
         check_can_be_recorded(Recordable(), replace(Run(), **changes), given)
 
 
-def test_a_task_that_chooses_in_python_cannot_be_recorded():
+def test_a_task_that_does_not_say_it_can_be_recorded_is_not():
     class Chooses(Task):
         def batches(self, start, stop): ...
         def loss(self, model, batch, step): ...
         def evaluate(self, model): ...
 
-    with pytest.raises(ValueError, match="Chooses: it makes choices in Python"):
+    with pytest.raises(ValueError, match="Chooses: its steps differ"):
         check_can_be_recorded(Chooses(), Run(), SimpleNamespace(device=torch.device("cuda"), world_size=1))
 
 

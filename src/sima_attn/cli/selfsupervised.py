@@ -7,7 +7,7 @@ import typer
 
 from sima_attn._devices import resolve_device
 from sima_attn.cli._shared import console, print_table, progress_bar
-from sima_attn.cli.train import check_installed, resolved, say_finished
+from sima_attn.cli.train import CompileOption, CudaGraphOption, check_installed, resolved, say_finished
 
 if TYPE_CHECKING:
     from torch import nn
@@ -54,22 +54,15 @@ def dino_command(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
     device: DeviceOption = "auto",
     precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; without it the recipe's.")] = None,
-    compile_: Annotated[bool, typer.Option("--compile", help="Compile the model with torch.compile.")] = False,
-    cuda_graph: Annotated[
-        bool, typer.Option("--cuda-graph", help="Record a step once and replay it: small models on one GPU.")
-    ] = False,
+    compile_: CompileOption = False,
+    cuda_graph: CudaGraphOption = False,
 ) -> None:
     """Learn features without labels (DINO). Under torchrun, on all its processes; after a crash, add --resume."""
     check_installed()
     from sima_attn.train.dino_recipes import DinoRecipe, named_dino_recipe
 
     folder = out or Path("runs") / f"dino-{recipe or 'digits'}"
-    options = {
-        "data.path": data,
-        "run.precision": precision,
-        "run.compile": "true" if compile_ else None,
-        "run.cuda_graph": "true" if cuda_graph else None,
-    }
+    options = {"data.path": data, "run.precision": precision, "run.compile": compile_, "run.cuda_graph": cuda_graph}
     chosen = resolved(
         recipe,
         "digits",

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from sima_attn.train.engine import Finished
 
 app = typer.Typer()
+CompileOption = Annotated[bool, typer.Option("--compile", help="Compile the model with torch.compile.")]
+CudaGraphOption = Annotated[
+    bool, typer.Option("--cuda-graph", help="Record a step once and replay it: for small models, on one GPU.")
+]
 
 
 def check_installed() -> None:
@@ -34,15 +38,19 @@ def resolved(
     named: Callable[[str], Any],
     resume: bool,
     overrides: list[str] | None,
-    options: Mapping[str, str | None],
+    options: Mapping[str, str | bool | None],
 ) -> Any:
-    """The recipe of a run, with the settings of --set and of the options that have a name of their own."""
+    """The recipe of a run, with the settings of --set and of the options that have a name of their own.
+
+    An option that is None or False was not given.
+    """
     from sima_attn.train.recipes import with_overrides
     from sima_attn.train.run import RunFolder
 
     # Going on needs no recipe named: the folder knows it. One that is named is compared.
     base = RunFolder(folder).read_recipe(kind) if resume and recipe is None else named(recipe or default)
-    given = [f"{name}={value}" for name, value in options.items() if value is not None]
+    said = {name: value for name, value in options.items() if value is not None and value is not False}
+    given = [f"{name}={'true' if value is True else value}" for name, value in said.items()]
     return with_overrides(base, [*(overrides or []), *given])
 
 
@@ -69,14 +77,15 @@ def train_command(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; without it the recipe's.")] = None,
-    compile_: Annotated[bool, typer.Option("--compile", help="Compile the model with torch.compile.")] = False,
+    compile_: CompileOption = False,
+    cuda_graph: CudaGraphOption = False,
 ) -> None:
     """Train a model by a recipe. Under torchrun, on all its processes; after a crash, add --resume."""
     check_installed()
     from sima_attn.train.recipes import Recipe, named_recipe
 
     folder = out or Path("runs") / (recipe or "digits")
-    options = {"data.path": data, "run.precision": precision, "run.compile": "true" if compile_ else None}
+    options = {"data.path": data, "run.precision": precision, "run.compile": compile_, "run.cuda_graph": cuda_graph}
     chosen = resolved(
         recipe,
         "digits",

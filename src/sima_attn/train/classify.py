@@ -116,21 +116,31 @@ class Classification(Task):
             broken=self.broken,
         )
 
-    def loss(self, model: Callable[..., Any], batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """Cross entropy against labels, smoothed or mixed."""
+    def prepare(self, batch: Batch) -> Batch:
+        """Images augmented and mixed, where that was not done by the workers; with mixtures the labels are [B, K]."""
         images, labels = batch
         if images.dtype == torch.uint8:  # from the cache
             images = augment_batch(images.float() / 255, self.recipe.augment)
             images = normalise(images, self.recipe.data)
             if self.recipe.augment.erasing:
                 images = erase(images, self.recipe.augment.erasing)
-        if self.mixup is not None:
-            # timm mixes in place, and a step may be made again to find what went wrong in it.
-            images, targets = self.mixup(images.clone(), labels)
-            return F.cross_entropy(model(images).float(), targets), {}
+        if self.mixup is None:
+            return Batch(images, labels)
+        # timm mixes in place, and a step may be made again to find what went wrong in it.
+        return Batch(*self.mixup(images.clone(), labels))
+
+    def loss(self, model: Callable[..., Any], batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """Cross entropy against labels, smoothed or mixed."""
+        images, labels = batch
         logits = model(images).float()  # [B, K]
+        if self.mixup is not None:
+            return F.cross_entropy(logits, labels), {}
         loss = F.cross_entropy(logits, labels, label_smoothing=self.recipe.augment.smoothing)
         return loss, {"top1": 100 * (logits.argmax(1) == labels).float().mean()}
+
+    def why_not_recorded(self) -> str | None:
+        """Nothing stands against it: what is chosen in Python is in the prepared batch."""
+        return None
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """top1 and top5 in percent, and the loss, over all processes."""

@@ -262,20 +262,20 @@ class Dino(Task):
             self.broken.add(passed)
             yield rows.to(device, non_blocking=True)
 
-    def crops(self, batch: Tensor) -> list[Tensor]:
+    def prepare(self, batch: Tensor) -> list[Tensor]:
         """The normalised views of a batch: the global ones [G * B, 3, S, S], then the local ones [V * B, 3, s, s]."""
         if batch.dim() == 4:
             return self.crop(batch)
         data = self.recipe.data
         return [normalise(group, data) for group in split_views(batch, self.recipe.crops, data.size)]
 
-    def loss(self, model: Callable[..., Any], batch: Tensor, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, model: Callable[..., Any], batch: Sequence[Tensor], step: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Cross entropy of the student's views against the teacher's; how varied the teacher's outputs are."""
-        groups = self.crops(batch)
+        groups, images = batch, len(batch[0]) // self.recipe.crops.global_count
         with torch.no_grad(), self.fabric.autocast():
             features, teacher = self.teach(groups[:1])  # [G * B, C], [G * B, K]
         _, student = model(groups)  # [V * B, K]
-        loss, targets = self.criterion(student, teacher, len(batch), self.temperature)
+        loss, targets = self.criterion(student, teacher, images, self.temperature)
         told = information(targets)
         self.seen += torch.cat([teacher.float().mean(0), told[None]])
         return loss, {
@@ -304,8 +304,8 @@ class Dino(Task):
         self.seen.zero_()
 
     def why_not_recorded(self) -> str | None:
-        """Crops that workers make come from the host."""
-        return None if self.cache is not None else "its crops are made on the device only with data.cache=true"
+        """Nothing stands against it."""
+        return None
 
     def after_backward(self, step: int) -> None:
         """Clip each gradient on its own; leave those of the last layer out while it is frozen."""

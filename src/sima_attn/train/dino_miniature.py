@@ -153,8 +153,7 @@ def supervised_recipe(recipe: DinoRecipe) -> Recipe:
     """The recipe `tiny_imagenet` with the model, the images, the epochs and the batch of a run of DINO."""
     base = recipes.tiny_imagenet()
     schedule = replace(base.schedule, epochs=recipe.schedule.epochs, warmup_epochs=recipe.schedule.warmup_epochs)
-    run = replace(recipe.run, cuda_graph=False)  # classification cannot be recorded
-    return replace(base, name=recipe.name, model=recipe.model, data=recipe.data, schedule=schedule, run=run)
+    return replace(base, name=recipe.name, model=recipe.model, data=recipe.data, schedule=schedule, run=recipe.run)
 
 
 class Judged(NamedTuple):

@@ -55,11 +55,16 @@ class Task(ABC):
         It must depend on nothing but its arguments and the recipe: a run that goes on calls it with its own start.
         """
 
+    def prepare(self, batch: Any) -> Any:
+        """A batch as `loss` takes it, augmented: what is drawn or chosen in Python at every step."""
+        return batch
+
     @abstractmethod
     def loss(self, model: Callable[..., Any], batch: Any, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of a batch and further numbers to log, always the same names.
+        """The loss of a prepared batch and further numbers to log, always the same names.
 
-        In a recorded run it is called once: what differs from step to step must be in tensors that `before_step` fills.
+        In a recorded run it is called for the first few steps alone: what differs from step to step must be in the
+        prepared batch, a sequence of tensors, or in tensors that `before_step` fills.
         """
 
     @abstractmethod
@@ -82,7 +87,7 @@ class Task(ABC):
 
     def why_not_recorded(self) -> str | None:
         """Why its pass cannot be recorded once and replayed (run.cuda_graph), in words; None where it can."""
-        return "it makes choices in Python at every step, which a recording would repeat"
+        return "its steps differ in more than the numbers in their tensors"
 
     def state(self) -> dict[str, nn.Module]:
         """Further modules to keep in checkpoints, by name: a teacher, a centre."""
@@ -327,7 +332,7 @@ class _Loop:
         for part, batch in enumerate(mine):
             self.seed(part)
             with self.fabric.no_backward_sync(self.model, enabled=part + 1 < parts):
-                numbers = self.make_pass(batch)
+                numbers = self.make_pass(self.task.prepare(batch))
             for name, value in numbers.items():
                 sums[name] = sums.get(name, 0) + value.detach().float() / parts
         norm = self.fabric.clip_gradients(
@@ -350,7 +355,7 @@ class _Loop:
         self.log(means)
 
     def plain_pass(self, batch: Any) -> dict[str, Tensor]:
-        """Forward and backward: adds to the gradients; the numbers of the batch come back, its loss first."""
+        """Forward and backward of a prepared batch: adds to the gradients; its numbers come back, the loss first."""
         loss, numbers = self.task.loss(self.model, batch, self.step)
         self.fabric.backward(loss / self.run.accumulate)
         return {"loss": loss, **numbers}
@@ -416,8 +421,9 @@ class _Loop:
         model = self.task.model
         for part, batch in enumerate(batches):
             self.seed(part)
+            prepared = self.task.prepare(batch)
             with torch.no_grad(), self.fabric.autocast(), torch.compiler.set_stance("force_eager"):
-                loss, where = first_non_finite(model, partial(self.task.loss, model, batch, self.step))
+                loss, where = first_non_finite(model, partial(self.task.loss, model, prepared, self.step))
             if not _finite(loss):
                 culprit = where
                 break

@@ -169,8 +169,8 @@ class Run:
         batch: Images a step, over all processes and accumulated parts.
         accumulate: Parts that a process takes its share of the batch in.
         compile: Compile the model with torch.compile.
-        cuda_graph: Record the pass of a step once and replay it, where the task can be recorded: for small models,
-            which otherwise keep the GPU waiting.
+        cuda_graph: Record the pass of a step once and replay it: for small models, which keep the GPU waiting. Not
+            for detection, whose images differ in size.
         grad_checkpointing: Compute the blocks again in the backward pass, to save memory.
         ema: Decay of the moving average of the weights; None is off.
         ema_warmup: Let the decay rise from 0, for short runs.

@@ -5,7 +5,7 @@ A small model at a small size keeps a GPU waiting for Python, which launches its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -23,15 +23,15 @@ class RecordedPass:
     random draws follow the generator as it is seeded before the call.
     """
 
-    def __init__(self, plain: Callable[[Tensor], Numbers], parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(self, plain: Callable[[Sequence[Tensor]], Numbers], parameters: Iterable[nn.Parameter]) -> None:
         self.plain = plain
         self.parameters = list(parameters)
         self.stream = torch.cuda.Stream()  # a recording cannot be made on the default stream, nor after work on it
         self.steps = 0
         self.graph: torch.cuda.CUDAGraph | None = None
 
-    def __call__(self, batch: Tensor) -> Numbers:
-        """The numbers of a batch; with the next call the recorded ones are overwritten."""
+    def __call__(self, batch: Sequence[Tensor]) -> Numbers:
+        """The numbers of a batch, always of the same shapes; with the next call the recorded ones are overwritten."""
         self.steps += 1
         if self.steps <= PLAIN_STEPS:
             self.stream.wait_stream(torch.cuda.current_stream())
@@ -41,15 +41,16 @@ class RecordedPass:
             return numbers
         if self.graph is None:
             self.record(batch)
-        self.batch.copy_(batch)
+        for place, tensor in zip(self.batch, batch, strict=True):
+            place.copy_(tensor)
         self.graph.replay()  # type: ignore[union-attr]
         for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
             parameter.grad = gradient
         return self.numbers
 
-    def record(self, batch: Tensor) -> None:
-        """Record the pass for batches of this shape; nothing is computed."""
-        self.batch = batch.clone()
+    def record(self, batch: Sequence[Tensor]) -> None:
+        """Record the pass for batches of these shapes; nothing is computed."""
+        self.batch = [tensor.clone() for tensor in batch]
         for parameter in self.parameters:
             parameter.grad = None  # so that a replay sets the gradients instead of adding to them
         self.graph = torch.cuda.CUDAGraph()

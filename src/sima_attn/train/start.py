@@ -54,7 +54,9 @@ def train_task(
         if recipe.run.cuda_graph:
             check_can_be_recorded(task, recipe.run, fabric)
         if first and not resume:
-            folder.write_recipe(recipe)  # after the data were opened and all was checked: what is wrong leaves no folder
+            folder.write_recipe(
+                recipe
+            )  # after the data were opened and all was checked: what is wrong leaves no folder
         fabric.barrier()
         facts = about(task)
         settings = Settings(recipe.optim, recipe.schedule, recipe.run)

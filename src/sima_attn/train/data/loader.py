@@ -25,7 +25,7 @@ MOST_BROKEN = 0.01
 
 
 class Batch(NamedTuple):
-    """Images [B, 3, size, size], normalised floats or bytes, and labels [B]."""
+    """Images [B, 3, size, size], normalised floats or bytes, and labels [B], of mixtures shares of classes [B, K]."""
 
     images: Tensor
     labels: Tensor
