@@ -44,3 +44,9 @@ def test_the_ways_of_a_cpu_and_their_table(tmp_path, monkeypatch):
 def test_a_run_without_dino_is_an_error():
     with pytest.raises(ValueError, match="supervised"):
         next(bench_dino_step(device="cpu", names=["supervised"]))
+
+
+def test_too_few_steps_are_an_error():
+    settings = (*SMALLER, *HEAD)
+    with pytest.raises(ValueError, match="4 steps are too few to time"):
+        next(bench_dino_step(device="cpu", names=["vit_softmax"], epochs=2, settings=settings))

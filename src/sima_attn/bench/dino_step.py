@@ -76,6 +76,8 @@ def bench_dino_step(
                 finished = train_dino(recipe, Path(folder) / "run", device=device, quiet=True)
                 log = read_log(Path(folder) / "run" / "train.csv")
             rates = sorted(float(row["images_per_second"]) for row in log if int(row["step"]) > LOGGED + PLAIN_STEPS)
+            if not rates:
+                raise ValueError(f"{finished.steps} steps are too few to time: more epochs, or a smaller run.batch")
             rate = rates[len(rates) // 2]
             yield DinoStepRow(
                 name=name,
