@@ -1,5 +1,6 @@
 """A recorded pass does what a plain one does; where it cannot, it says why."""
 
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,13 +9,13 @@ import torch
 from safetensors.torch import load_file
 from small_runs import small_recipe
 
-from sima_attn.train.classify import train_classifier
-from sima_attn.train.dino import train_dino
+from sima_attn.detect.task import Detection
+from sima_attn.train.classify import Classification, train_classifier
+from sima_attn.train.dino import Dino, train_dino
 from sima_attn.train.dino_recipes import digits
-from sima_attn.train.engine import Task, check_can_be_recorded
 from sima_attn.train.logs import read_log
 from sima_attn.train.recipes import Run, with_overrides
-from sima_attn.train.recorded import PLAIN_STEPS, RecordedPass
+from sima_attn.train.recorded import PLAIN_STEPS, RecordedPass, check_can_be_recorded
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -96,34 +97,40 @@ def test_a_replay_sees_new_weights_and_draws_and_sets_the_gradients():
 
 
 @pytest.mark.parametrize(
-    ("changes", "fabric", "message"),
+    ("changes", "fabric", "recordable", "message"),
     [
-        ({}, {"device": torch.device("cpu")}, "needs a CUDA device"),
-        ({}, {"world_size": 2}, "several processes"),
-        ({"accumulate": 2}, {}, "run.accumulate=1, got 2"),
-        ({"precision": "fp16"}, {}, "use run.precision=bf16"),
-        ({"grad_checkpointing": True}, {}, "run.grad_checkpointing"),
+        ({}, {"device": torch.device("cpu")}, True, "needs a CUDA device"),
+        ({}, {"world_size": 2}, True, "several processes"),
+        ({"accumulate": 2}, {}, True, "run.accumulate=1, got 2"),
+        ({"precision": "fp16"}, {}, True, "use run.precision=bf16"),
+        ({"grad_checkpointing": True}, {}, True, "run.grad_checkpointing"),
+        ({}, {}, False, "this kind of training"),
     ],
 )
-def test_what_cannot_be_recorded_says_why(changes, fabric, message):
-    class Recordable(SimpleNamespace):
-        def why_not_recorded(self):
-            return None
-
-    given = SimpleNamespace(**{"device": torch.device("cuda"), "world_size": 1, **fabric})
-    check_can_be_recorded(Recordable(), Run(), SimpleNamespace(device=torch.device("cuda"), world_size=1))
+def test_what_cannot_be_recorded_says_why(changes, fabric, recordable, message):
+    usual = {"device": torch.device("cuda"), "world_size": 1}
+    check_can_be_recorded(Run(), SimpleNamespace(**usual), recordable=True)
     with pytest.raises(ValueError, match=message):
-        check_can_be_recorded(Recordable(), replace(Run(), **changes), given)
+        check_can_be_recorded(replace(Run(), **changes), SimpleNamespace(**usual | fabric), recordable=recordable)
 
 
-def test_a_task_that_does_not_say_it_can_be_recorded_is_not():
-    class Chooses(Task):
-        def batches(self, start, stop): ...
-        def loss(self, model, batch, step): ...
-        def evaluate(self, model): ...
+def test_which_kinds_of_training_can_be_recorded():
+    assert Dino.recordable
+    assert Classification.recordable
+    assert not Detection.recordable  # its images differ in size
 
-    with pytest.raises(ValueError, match="Chooses: its steps differ"):
-        check_can_be_recorded(Chooses(), Run(), SimpleNamespace(device=torch.device("cuda"), world_size=1))
+
+def test_a_pass_that_cannot_be_recorded_says_what_to_do(monkeypatch):
+    @contextmanager
+    def refusing(*args, **kwargs):
+        raise RuntimeError("operation not permitted when stream is capturing")
+        yield
+
+    for name in ("Stream", "CUDAGraph"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph", refusing)
+    with pytest.raises(ValueError, match=r"not permitted when stream is capturing.*run.cuda_graph=false"):
+        RecordedPass(lambda batch: {}, []).record([torch.zeros(1)])
 
 
 def test_runs_on_the_cpu_refuse_it(tmp_path):

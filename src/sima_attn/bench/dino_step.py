@@ -26,6 +26,11 @@ WAYS = {"plain": (False, False), "recorded": (False, True), "compiled": (True, F
 LOGGED = 4  # steps that a row of the log is the mean of
 
 
+def ways_on(device: str) -> dict[str, tuple[bool, bool]]:
+    """Way -> (compiled, recorded), those that a device has: only a CUDA device records."""
+    return {way: flags for way, flags in WAYS.items() if device == "cuda" or not flags[1]}
+
+
 @dataclass(frozen=True)
 class DinoStepRow:
     """The median step of a run. `compiled`: run.compile; `recorded`: run.cuda_graph."""
@@ -53,7 +58,7 @@ def bench_dino_step(
     settings: Sequence[str] = (),
     on_start: Callable[[str], None] = lambda what: None,
 ) -> Iterator[DinoStepRow]:
-    """A row for each run of the grid and each way; on the CPU without the recorded ones.
+    """A row for each run of the grid and each way that the device has.
 
     Args:
         epochs: Of the digits, 11 steps each at a batch of 128.
@@ -67,9 +72,7 @@ def bench_dino_step(
         torch.compiler.reset()  # blocks of another model are other code under the same name
         base = dino_recipe(replace(known[name], epochs=epochs), "digits", on_gpu=device == "cuda")
         base = recipes.with_overrides(base, ("probe.bank=0", f"run.log_steps={LOGGED}", *settings))
-        for way, (compiled, recorded) in WAYS.items():
-            if recorded and device == "cpu":
-                continue
+        for way, (compiled, recorded) in ways_on(device).items():
             on_start(f"{name}, {way}")
             recipe = replace(base, run=replace(base.run, compile=compiled, cuda_graph=recorded))
             with tempfile.TemporaryDirectory() as folder:

@@ -184,16 +184,19 @@ def bench_dino_command(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     out: Annotated[Path, typer.Option(help="CSV file for the rows.")] = Path("benchmarks/results/dino_step.csv"),
 ) -> None:
-    """A step of DINO: plain, recorded as a CUDA graph, compiled, and both."""
+    """A step of DINO: plain, recorded as a CUDA graph, compiled, and both.
+
+    It is for a GPU: on a CPU, where nothing is recorded, it takes an hour.
+    """
     from sima_attn._devices import resolve_device
-    from sima_attn.bench.dino_step import RUNS, WAYS, bench_dino_step, dino_step_table
+    from sima_attn.bench.dino_step import RUNS, bench_dino_step, dino_step_table, ways_on
     from sima_attn.bench.rows import write_rows
 
     device = resolve_device(device)
     chosen = list(dict.fromkeys(names or RUNS))
     rows = []
     with progress_bar() as bar:
-        task = bar.add_task("starting", total=len(chosen) * (len(WAYS) if device == "cuda" else 2))
+        task = bar.add_task("starting", total=len(chosen) * len(ways_on(device)))
         for row in bench_dino_step(
             device=device,
             names=chosen,

@@ -122,7 +122,7 @@ class Detection(Task):
             ]
             yield Batch(images, targets)
 
-    def loss(self, model: Callable[..., Any], batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, model: Callable[..., Any], batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """The sum of Mask R-CNN's five losses, and each of them."""
         losses = model(*batch)
         return sum(losses.values()), losses

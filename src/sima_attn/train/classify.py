@@ -81,6 +81,8 @@ def _set_drop_path(model: nn.Module, rate: float) -> None:
 class Classification(Task):
     """A classifier on the images of a recipe."""
 
+    recordable = True
+
     def __init__(self, recipe: Recipe, fabric: Fabric, progress: RunProgress) -> None:
         self.recipe, self.fabric = recipe, fabric
         self.source, self.val = open_data(recipe.data.path, "train"), open_data(recipe.data.path, "val")
@@ -129,7 +131,7 @@ class Classification(Task):
         # timm mixes in place, and a step may be made again to find what went wrong in it.
         return Batch(*self.mixup(images.clone(), labels))
 
-    def loss(self, model: Callable[..., Any], batch: Batch, step: int) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, model: Callable[..., Any], batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Cross entropy against labels, smoothed or mixed."""
         images, labels = batch
         logits = model(images).float()  # [B, K]
@@ -137,10 +139,6 @@ class Classification(Task):
             return F.cross_entropy(logits, labels), {}
         loss = F.cross_entropy(logits, labels, label_smoothing=self.recipe.augment.smoothing)
         return loss, {"top1": 100 * (logits.argmax(1) == labels).float().mean()}
-
-    def why_not_recorded(self) -> str | None:
-        """Nothing stands against it: what is chosen in Python is in the prepared batch."""
-        return None
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """top1 and top5 in percent, and the loss, over all processes."""

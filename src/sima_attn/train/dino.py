@@ -207,6 +207,7 @@ class Dino(Task):
     """Self-distillation on the images of a recipe. `model` is the student; the teacher is what comes of it."""
 
     model: Branch
+    recordable = True
 
     def __init__(
         self, recipe: DinoRecipe, fabric: Fabric, progress: RunProgress, decoded: Decoded | None = None
@@ -269,7 +270,7 @@ class Dino(Task):
         data = self.recipe.data
         return [normalise(group, data) for group in split_views(batch, self.recipe.crops, data.size)]
 
-    def loss(self, model: Callable[..., Any], batch: Sequence[Tensor], step: int) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, model: Callable[..., Any], batch: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Cross entropy of the student's views against the teacher's; how varied the teacher's outputs are."""
         groups, images = batch, len(batch[0]) // self.recipe.crops.global_count
         with torch.no_grad(), self.fabric.autocast():
@@ -302,10 +303,6 @@ class Dino(Task):
                 group["weight_decay"] = decay
         self.temperature.fill_(teacher_temperature(self.recipe.distill, step // self.steps_per_epoch))
         self.seen.zero_()
-
-    def why_not_recorded(self) -> str | None:
-        """Nothing stands against it."""
-        return None
 
     def after_backward(self, step: int) -> None:
         """Clip each gradient on its own; leave those of the last layer out while it is frozen."""

@@ -70,10 +70,11 @@ def plot_dino(results: Sequence[DinoResultRow], curves: Sequence[DinoCurveRow], 
     about = {run.name: run.about for run in GRID}
     epochs = max([row.epochs for row in results] + [point.epochs for point in curves])
     shown = [row for row in results if row.epochs == epochs or row.weights != DINO]
-    named = {row.name: about.get(row.name, row.name) for row in shown}
-    for row in shown:
-        if row.epochs not in (0, epochs):  # with labels: there for orientation, whatever its schedule
-            named[row.name] += f", {row.epochs} epochs"
+
+    def label(row: DinoResultRow) -> str:
+        name = about.get(row.name, row.name)
+        return name if row.epochs in (0, epochs) else f"{name}, {row.epochs} epochs"  # trained with labels
+
     figure, (left, right) = plt.subplots(
         1, 2, figsize=(12, max(4.5, 0.5 * len(shown) + 1)), layout="constrained", width_ratios=(1.2, 1)
     )
@@ -86,7 +87,7 @@ def plot_dino(results: Sequence[DinoResultRow], curves: Sequence[DinoCurveRow], 
     for row in shown:
         if row.weights != DINO and row.status == "finished":
             colour, style = COLOURS.get(row.name, "steelblue"), "--" if row.epochs else ":"
-            left.axhline(row.knn_top1, color=colour, linestyle=style, label=f"{named[row.name]}: {row.knn_top1:.1f}")
+            left.axhline(row.knn_top1, color=colour, linestyle=style, label=f"{label(row)}: {row.knn_top1:.1f}")
     if longest:  # labels are worth so much that with their line in it the curves would lie flat
         left.set_ylim(0, 1.8 * max(point.knn_top1 for point in longest))
     left.set_xlabel("epoch")
@@ -100,7 +101,7 @@ def plot_dino(results: Sequence[DinoResultRow], curves: Sequence[DinoCurveRow], 
         colour = COLOURS.get(row.name, "steelblue")
         right.barh(place - 0.2, row.knn_top1, 0.38, color=colour, alpha=0.55)
         right.barh(place + 0.2, row.linear_top1, 0.38, color=colour)
-    right.set_yticks(range(len(shown)), [named[row.name] for row in shown], fontsize=8)
+    right.set_yticks(range(len(shown)), [label(row) for row in shown], fontsize=8)
     right.invert_yaxis()
     right.set_xlabel("top-1 on val, %: k-NN (pale) and linear")
     right.grid(axis="x", alpha=0.3)

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from lightning.fabric import Fabric
@@ -43,10 +43,13 @@ class Task(ABC):
     Attributes:
         model: The module whose parameters are trained; the loop wraps it and hands the wrapped one to `loss`.
         steps_per_epoch: Optimiser steps in an epoch.
+        recordable: Its loss may be recorded once and replayed (run.cuda_graph): all that differs from step to step is
+            in the prepared batch, a sequence of tensors of fixed shapes, or in tensors that `before_step` fills.
     """
 
     model: nn.Module
     steps_per_epoch: int
+    recordable: ClassVar[bool] = False
 
     @abstractmethod
     def batches(self, start: int, stop: int) -> Iterator[Any]:
@@ -60,12 +63,8 @@ class Task(ABC):
         return batch
 
     @abstractmethod
-    def loss(self, model: Callable[..., Any], batch: Any, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of a prepared batch and further numbers to log, always the same names.
-
-        In a recorded run it is called for the first few steps alone: what differs from step to step must be in the
-        prepared batch, a sequence of tensors, or in tensors that `before_step` fills.
-        """
+    def loss(self, model: Callable[..., Any], batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of a prepared batch and further numbers to log, always the same names."""
 
     @abstractmethod
     def evaluate(self, model: nn.Module) -> dict[str, float]:
@@ -84,10 +83,6 @@ class Task(ABC):
 
     def after_step(self, step: int) -> None:  # noqa: B027
         """Called after each optimiser step with the number of steps made, e.g. to move a teacher."""
-
-    def why_not_recorded(self) -> str | None:
-        """Why its pass cannot be recorded once and replayed (run.cuda_graph), in words; None where it can."""
-        return "its steps differ in more than the numbers in their tensors"
 
     def state(self) -> dict[str, nn.Module]:
         """Further modules to keep in checkpoints, by name: a teacher, a centre."""
@@ -356,7 +351,7 @@ class _Loop:
 
     def plain_pass(self, batch: Any) -> dict[str, Tensor]:
         """Forward and backward of a prepared batch: adds to the gradients; its numbers come back, the loss first."""
-        loss, numbers = self.task.loss(self.model, batch, self.step)
+        loss, numbers = self.task.loss(self.model, batch)
         self.fabric.backward(loss / self.run.accumulate)
         return {"loss": loss, **numbers}
 
@@ -423,7 +418,7 @@ class _Loop:
             self.seed(part)
             prepared = self.task.prepare(batch)
             with torch.no_grad(), self.fabric.autocast(), torch.compiler.set_stance("force_eager"):
-                loss, where = first_non_finite(model, partial(self.task.loss, model, prepared, self.step))
+                loss, where = first_non_finite(model, partial(self.task.loss, model, prepared))
             if not _finite(loss):
                 culprit = where
                 break
@@ -447,21 +442,6 @@ class _Loop:
             f"The checkpoints from before are in {self.folder.checkpoints}; a lower optim.lr, optim.clip or "
             "run.precision=fp32 may help"
         )
-
-
-def check_can_be_recorded(task: Task, run: Run, fabric: Fabric) -> None:
-    """Raise where run.cuda_graph does not suit the run, and say what does."""
-    reasons = {
-        f"it needs a CUDA device, and this is {fabric.device.type}": fabric.device.type != "cuda",
-        "several processes wait for one another inside a pass": fabric.world_size > 1,
-        f"a replay sets the gradients, so that it takes run.accumulate=1, got {run.accumulate}": run.accumulate > 1,
-        "the loss scale of fp16 is not recorded; use run.precision=bf16": run.precision == "fp16",
-        "run.grad_checkpointing keeps states of the generator, which a recording cannot": run.grad_checkpointing,
-        f"{type(task).__name__}: {task.why_not_recorded()}": task.why_not_recorded() is not None,
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            raise ValueError(f"run.cuda_graph=true cannot be had here: {reason}; set it to false")
 
 
 def _one_kernel(name: str, precision: str, device: torch.device) -> dict[str, Any]:

@@ -8,11 +8,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from lightning.fabric import Fabric
 from torch import Tensor, nn
+
+from sima_attn.train.recipes import Run
 
 PLAIN_STEPS = 3  # made as usual before the recording: they compile, choose algorithms and load libraries
 
 Numbers = dict[str, Tensor]
+
+
+def check_can_be_recorded(run: Run, fabric: Fabric, *, recordable: bool) -> None:
+    """Raise where run.cuda_graph does not suit a run, and say why; `recordable` is what its task says."""
+    reasons = {
+        f"it needs a CUDA device, and this is {fabric.device.type}": fabric.device.type != "cuda",
+        "several processes wait for one another inside a pass": fabric.world_size > 1,
+        f"a replay sets the gradients, so that it takes run.accumulate=1, got {run.accumulate}": run.accumulate > 1,
+        "the loss scale of fp16 is not recorded; use run.precision=bf16": run.precision == "fp16",
+        "run.grad_checkpointing keeps states of the generator, which a recording cannot": run.grad_checkpointing,
+        "the steps of this kind of training differ in more than the numbers in their tensors": not recordable,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ValueError(f"run.cuda_graph=true cannot be had here: {reason}; set it to false")
 
 
 class RecordedPass:
@@ -54,8 +72,14 @@ class RecordedPass:
         for parameter in self.parameters:
             parameter.grad = None  # so that a replay sets the gradients instead of adding to them
         self.graph = torch.cuda.CUDAGraph()
-        # Other threads, such as those that log, may go on with the device meanwhile.
-        with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local"):
-            numbers = self.plain(self.batch)
+        try:
+            # Other threads, such as those that log, may go on with the device meanwhile.
+            with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local"):
+                numbers = self.plain(self.batch)
+        except RuntimeError as error:
+            raise ValueError(
+                f"the step cannot be recorded: {error} (a model that waits for the device or copies to it inside its "
+                "forward pass cannot); set run.cuda_graph=false"
+            ) from error
         self.numbers = {name: value.detach() for name, value in numbers.items()}
         self.gradients = [parameter.grad for parameter in self.parameters]

@@ -16,8 +16,9 @@ from torch import nn
 from sima_attn._files import written_whole
 from sima_attn.bench.figures import check_can_plot
 from sima_attn.train.curves import plot_learning_curve
-from sima_attn.train.engine import Finished, Settings, Task, check_can_be_recorded, fit, start_fabric
+from sima_attn.train.engine import Finished, Settings, Task, fit, start_fabric
 from sima_attn.train.progress import RunProgress
+from sima_attn.train.recorded import check_can_be_recorded
 from sima_attn.train.run import RunFolder
 
 AnyTask = TypeVar("AnyTask", bound=Task)
@@ -52,11 +53,9 @@ def train_task(
         plots = _will_plot(progress)
         task = build(fabric, progress)
         if recipe.run.cuda_graph:
-            check_can_be_recorded(task, recipe.run, fabric)
-        if first and not resume:
-            folder.write_recipe(
-                recipe
-            )  # after the data were opened and all was checked: what is wrong leaves no folder
+            check_can_be_recorded(recipe.run, fabric, recordable=task.recordable)
+        if first and not resume:  # after data and settings were checked: wrong ones leave no folder behind
+            folder.write_recipe(recipe)
         fabric.barrier()
         facts = about(task)
         settings = Settings(recipe.optim, recipe.schedule, recipe.run)
