@@ -113,11 +113,24 @@ def test_initial_q_and_k_change_their_learning_rate_and_nothing_else():
     assert_close(changed.grad[384:], plain.grad[384:], 1e-4)
 
 
+def test_a_bias_of_q_and_k_makes_the_first_attention_a_mean():
+    """Weights D / N^2 each where q and k are all bias; token_ref D makes them 1 / N, softmax's where all are alike."""
+    model = build(VIT, qk_bias=1.0, token_ref=64.0)
+    attention = model.blocks[0].attn
+    assert (attention.qkv.bias[:384] == 1).all()
+    assert (attention.qkv.bias[384:] == 0).all()
+    with torch.no_grad():
+        attention.qkv.weight[:384].zero_()
+        q, k, v = attention.split(torch.randn(2, TOKENS, 192))
+        assert_close(attention.core(q, k, v), v.mean(2, keepdim=True).expand_as(v), 1e-5)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
         (VIT, {"local_mixer": True, "class_token": True}, "needs all tokens on a grid"),
         (VIT, {"qk_init": 0}, "qk_init must be above 0, got 0"),
+        (VIT, {"qk_bias": 1.0, "qkv_bias": False}, "qk_bias=1.0 needs qkv_bias=True"),
         (VIT, {"relu": True, "act_layer": torch.nn.SiLU}, "contradict each other"),
         (XCIT, {"relu": True, "act_layer": torch.nn.SiLU}, "contradict each other"),
         (XCIT, {"token_ref": "test"}, "token_ref must be None, a number of tokens or 'train'"),

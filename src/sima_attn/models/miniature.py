@@ -77,21 +77,29 @@ class LocalBlock(Block):
 
 
 class MiniVit(VisionTransformer):
-    """timm's VisionTransformer, its initial q and k multiplied by `qk_init`.
+    """timm's VisionTransformer with two ways to start the projections of q and k.
 
-    SimA's output does not change when a channel of q or k is scaled, and Adam's steps do not change with the
-    gradient: the initial size of the two projections is nothing but their learning rate, 1 / qk_init times it.
+    `qk_init` multiplies their initial weights. SimA's output does not change when a channel of q or k is scaled, and
+    Adam's steps do not change with the gradient: the initial size of the two projections is nothing but their
+    learning rate, 1 / qk_init times it.
+
+    `qk_bias` is their initial bias. With 0, as everywhere, SimA's first weights are noise of both signs; with 1, large
+    beside the weights' part, all are nearly D / N^2 and the attention starts as softmax does, as a mean of v.
     """
 
-    def __init__(self, *args, qk_init: float = 1.0, **kwargs) -> None:
+    def __init__(self, *args, qk_init: float = 1.0, qk_bias: float = 0.0, **kwargs) -> None:
         if qk_init <= 0:
             raise ValueError(f"qk_init must be above 0, got {qk_init}")
+        if qk_bias and not kwargs.get("qkv_bias", True):
+            raise ValueError(f"qk_bias={qk_bias} needs qkv_bias=True: without it there is no bias to set")
         super().__init__(*args, **kwargs)
         with torch.no_grad():
             blocks: Any = self.blocks
             for block in blocks:
                 qkv = block.attn.qkv  # the rows of v are the last, also where one projection is q and k
                 qkv.weight[: -self.embed_dim].mul_(qk_init)
+                if qk_bias:
+                    qkv.bias[: -self.embed_dim].fill_(qk_bias)
 
 
 class ConvStem(nn.Module):
