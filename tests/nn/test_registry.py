@@ -49,6 +49,18 @@ def test_equals_its_formula_written_in_numpy(name):
 
 
 @every
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_autocast_changes_the_precision_alone(name, qk_norm):
+    """Under it a norm of q and k answers in float32 while v is bfloat16."""
+    module = build(name, qk_norm=qk_norm, norm_layer=torch.nn.LayerNorm)
+    x = torch.randn(B, N, H * D)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = module(x)
+    assert out.dtype == torch.bfloat16
+    assert_close(out, module(x), 0.05)
+
+
+@every
 @pytest.mark.parametrize("tokens", [4, 16, 49])
 def test_equals_its_own_reference(name, tokens):
     module = build(name, tokens).double()

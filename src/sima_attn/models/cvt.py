@@ -19,7 +19,7 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from sima_attn.models._build import default_cfg, register_family, relu_instead
-from sima_attn.nn.attention import Attention, check_tokens
+from sima_attn.nn.attention import Attention, check_tokens, normed
 from sima_attn.nn.baselines.softmax import ExplicitSoftmaxAttention, SoftmaxAttention
 from sima_attn.nn.baselines.xca import XCAttention
 from sima_attn.nn.registry import ATTENTIONS, attention_class
@@ -61,14 +61,15 @@ class ConvProjections(Attention):
         prefix, x = x.split([self.num_prefix_tokens, grid[0] * grid[1]], dim=1)
         image = to_map(x, grid)  # [B, C, rows, columns]
         q_map = self.conv_proj_q(image)
-        q = self.q_norm(self.heads(self.proj_q, prefix, q_map))
+        q = normed(self.q_norm, self.heads(self.proj_q, prefix, q_map))
         if self.q_factor != 1:
             q = q * self.q_factor
         if self.ties_qk:
             # A convolution with a stride is the one without, read at every stride-th place.
-            k = self.q_norm(self.heads(self.proj_q, prefix, q_map[..., :: self.kv_stride, :: self.kv_stride]))
+            tied = self.heads(self.proj_q, prefix, q_map[..., :: self.kv_stride, :: self.kv_stride])
+            k = normed(self.q_norm, tied)
         else:
-            k = self.k_norm(self.heads(self.proj_k, prefix, self.conv_proj_k(image)))
+            k = normed(self.k_norm, self.heads(self.proj_k, prefix, self.conv_proj_k(image)))
         return q, k, self.heads(self.proj_v, prefix, self.conv_proj_v(image))
 
     def heads(self, proj: nn.Module, prefix: Tensor, image: Tensor) -> Tensor:

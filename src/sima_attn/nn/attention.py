@@ -95,10 +95,10 @@ class Attention(nn.Module, ABC):
         """Tokens [B, N, C] -> q, k, v [B, H, N, D], views of one packed tensor."""
         parts = self.project(x).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, D] each
         if self.ties_qk:
-            q = self.q_norm(parts[0])
+            q = normed(self.q_norm, parts[0])
             return q, q, parts[1]
         q, k, v = parts
-        return self.q_norm(q), self.k_norm(k), v
+        return normed(self.q_norm, q), normed(self.k_norm, k), v
 
     def join(self, o: Tensor) -> Tensor:
         """Heads [B, H, N, D] -> tokens [B, N, C]."""
@@ -146,6 +146,11 @@ def computed_in_float32(core):
             return core(self, up, up if k is q else k.to(work), v.to(work)).to(dtype)
 
     return wrapped
+
+
+def normed(norm: nn.Module, x: Tensor) -> Tensor:
+    """norm(x) in the dtype of x, also under autocast, where a LayerNorm answers in float32 and v stays as it was."""
+    return norm(x).to(x.dtype)
 
 
 def check_tokens(x: Tensor, dim: int) -> None:

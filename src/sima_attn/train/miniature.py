@@ -29,6 +29,7 @@ DEIT_S, XCIT_S12 = "DeiT-S", "XCiT-S12/16"
 PAPER_TWINS = {DEIT_S: 79.8, XCIT_S12: 82.0}  # with softmax and with XCA, ImageNet, Table 1
 DID_NOT_CONVERGE = math.nan
 FASTER = ("optim.lr=2e-3",)  # twice the recipe's
+QK_BIAS = 0.3  # the standard deviation of q and k at the start
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,12 @@ GRID = (
     MiniatureRun("sima_qk_slow", "SimA, q and k learn 4 times as slowly", options={"qk_init": 4.0}),
     MiniatureRun("sima_gain", "SimA, output x sqrt(N)", options={"token_ref": TOKENS**0.5}),
     MiniatureRun("sima_output_norm", "SimA, LayerNorm of the output", options={"scale_attn_norm": True}),
+    MiniatureRun("sima_bias", "SimA, q and k start from a bias", options={"qk_bias": QK_BIAS}),
+    MiniatureRun(
+        "sima_bias_gain",
+        "SimA, q and k start from a bias, output x sqrt(N)",
+        options={"qk_bias": QK_BIAS, "token_ref": TOKENS**0.5},
+    ),
     MiniatureRun("sima_jax_init", "SimA, larger initial weights (jax)", options={"weight_init": "jax"}),
     MiniatureRun("sima_lr", "SimA, learning rate doubled", settings=FASTER, twin="softmax_lr"),
     MiniatureRun("softmax_lr", "softmax, learning rate doubled", "softmax", settings=FASTER),
@@ -133,6 +140,10 @@ GRID = (
         options={"relu": True},
         settings=FASTER,
     ),
+    MiniatureRun(
+        "xcit_sima_lr", "XCiT, SimA, learning rate doubled", "sima", XCIT, settings=FASTER, twin="xcit_xca_lr"
+    ),
+    MiniatureRun("xcit_xca_lr", "XCiT, learning rate doubled", "xca", XCIT, settings=FASTER, twin="xcit_xca"),
     MiniatureRun("sima_class_token", "SimA, class token", options={"class_token": True, "global_pool": "token"}),
     MiniatureRun(
         "sima_local", "SimA, local mixer in its own branch", options={"local_mixer": True}, twin="softmax_local"
