@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
@@ -93,36 +94,48 @@ def _paper_cells(run: MiniatureRun) -> list[str]:
 
 
 def plot_miniature(results: Sequence[ResultRow], curves: Sequence[CurveRow], path: Path) -> None:
-    """Learning curves of the longest schedule, and every run's distance to its twin beside the paper's."""
+    """Learning curves, and every run's distance to its twin under the schedule of most runs beside the paper's."""
     check_can_plot()
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    epochs = max(row.epochs for row in results)
+    made = Counter(row.epochs for row in results)
+    epochs = max(made, key=lambda schedule: (made[schedule], schedule))
     runs = [run for run in GRID if any(row.name == run.name and row.epochs == epochs for row in results)]
     figure, (left, right) = plt.subplots(
         1, 2, figsize=(13, max(4.5, 0.36 * len(runs) + 1)), layout="constrained", width_ratios=(1, 1.2)
     )
-    shown = {"softmax": "black", "sima": "crimson", "xcit_xca": "dimgrey", "xcit_sima": "darkorange"}
-    for run in runs:
-        for seed in sorted({row.seed for row in curves if row.name == run.name and row.epochs == epochs}):
-            mine = [row for row in curves if (row.name, row.epochs, row.seed) == (run.name, epochs, seed)]
-            named = run.name in shown and seed == min(r.seed for r in results if r.name == run.name)
-            left.plot(
-                [row.epoch for row in mine],
-                [row.top1 for row in mine],
-                color=shown.get(run.name, "lightgrey"),
-                linewidth=1.8 if run.name in shown else 0.8,
-                zorder=2 if run.name in shown else 1,
-                label=run.about if named else None,
-            )
+    shown = {
+        "softmax": "black",
+        "sima": "crimson",
+        "softmax_lr": "steelblue",
+        "sima_lr": "orchid",
+        "xcit_xca": "dimgrey",
+        "xcit_sima": "darkorange",
+    }
+    about = {run.name: run.about for run in GRID}
+    labelled = set()
+    for name, schedule, seed in dict.fromkeys((row.name, row.epochs, row.seed) for row in curves):
+        mine = [row for row in curves if (row.name, row.epochs, row.seed) == (name, schedule, seed)]
+        named = name in shown and name not in labelled
+        labelled.add(name)
+        left.plot(
+            [row.epoch for row in mine],
+            [row.top1 for row in mine],
+            color=shown.get(name, "lightgrey"),
+            linestyle="-" if schedule == epochs else "--",
+            linewidth=1.8 if name in shown else 0.8,
+            zorder=2 if name in shown else 1,
+            label=about[name] if named else None,
+        )
     left.set_xlabel("epoch")
     left.set_ylabel("top-1 on val, %")
     left.grid(alpha=0.3)
     if left.get_legend_handles_labels()[0]:
-        left.legend(frameon=False, title="grey: the other runs")
+        dashes = ", dashed: other schedules" if len(made) > 1 else ""
+        left.legend(frameon=False, title=f"light grey: the other runs{dashes}")
 
     for place, run in enumerate(runs):
         ours, paper = to_twin(run, results, epochs), paper_to_twin(run)
