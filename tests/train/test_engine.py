@@ -19,7 +19,7 @@ from sima_attn.train.checkpoint import checkpoints, load_newest
 from sima_attn.train.classify import Classification, build_model, train_classifier
 from sima_attn.train.engine import first_non_finite, start_fabric
 from sima_attn.train.logs import read_log
-from sima_attn.train.recipes import Model, Optim, Schedule, to_dict
+from sima_attn.train.recipes import Model, Optim, Schedule, to_dict, with_overrides
 
 
 @pytest.fixture
@@ -162,7 +162,16 @@ def test_a_gradient_that_is_not_finite_stops_before_the_weights_change(data, tmp
     monkeypatch.setattr(Classification, "loss", bad_in_the_second_step)
     with pytest.raises(ValueError, match=r"gradient of step 2 is not finite"):
         train(small_recipe(data, run={"checkpoint_steps": 1}), tmp_path / "run")
-    assert [p.name for p in checkpoints(tmp_path / "run" / "checkpoints")] == ["step-00000001.pt"]
+    assert checkpoints(tmp_path / "run" / "checkpoints")[0].name == "step-00000001.pt"
+
+
+def test_there_is_a_checkpoint_from_before_even_where_the_first_step_goes_wrong(data, tmp_path):
+    fast = with_overrides(small_recipe(data), ["optim.lr=1e30"])
+    with pytest.raises(ValueError, match=r"is not finite.*The checkpoints from before are in"):
+        train(fast, tmp_path / "run")
+    kept = load_newest(tmp_path / "run" / "checkpoints")
+    assert kept["step"] == 0
+    assert all(torch.isfinite(weight).all() for weight in kept["model"].values())
 
 
 def test_first_non_finite_tells_a_bad_input_and_a_bad_loss():
@@ -227,6 +236,12 @@ def test_a_run_has_its_threads_and_gives_them_back(data, tmp_path, monkeypatch, 
     train(small_recipe(data, epochs=1, run={"threads": 1}), tmp_path / "run")
     assert seen == {1}
     assert torch.get_num_threads() == 2
+
+
+def test_wrong_settings_leave_no_folder_behind(data, tmp_path):
+    with pytest.raises((ValueError, AssertionError), match="nonesuch"):
+        train(with_overrides(small_recipe(data), ["optim.name=nonesuch"]), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_mixing_needs_an_even_number_of_images(data, tmp_path):

@@ -1,6 +1,8 @@
 """Recipes: the paper's numbers, overrides by type, and what a run folder makes of them."""
 
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 import timm
@@ -18,7 +20,7 @@ from sima_attn.train.recipes import (
     to_dict,
     with_overrides,
 )
-from sima_attn.train.run import RunFolder
+from sima_attn.train.run import RunFolder, provenance
 
 PAPER = [name for name in RECIPES if name not in ("digits", "tiny_imagenet", "shipped")]
 
@@ -87,6 +89,9 @@ def test_the_numbers_are_the_papers(name):
         ("augment.scale=0.2,1", "augment.scale", [0.2, 1.0]),
         ("model.attention=softmax", "model.attention", "softmax"),
         ("model.kwargs.depth=6", "model.kwargs.depth", 6),
+        ("model.kwargs.init_values=1e-5", "model.kwargs.init_values", 1e-5),
+        ("model.kwargs.img_size=[8, 16]", "model.kwargs.img_size", [8, 16]),
+        ("model.kwargs.relu=false", "model.kwargs.relu", False),
     ],
 )
 def test_an_override_is_read_as_the_type_of_its_field_and_changes_nothing_else(text, where, value):
@@ -110,6 +115,7 @@ def test_an_override_is_read_as_the_type_of_its_field_and_changes_nothing_else(t
         ("schedule=3", r"schedule is a group of settings: schedule\.epochs"),
         ("optim.lr.x=3", r"optim\.lr is a single value"),
         ("model.kwargs=3", r"model\.kwargs needs the name of one argument"),
+        ("model.kwargs.img_size=[", r"model\.kwargs\.img_size must be a number, a word or a list"),
         ("epochs", r"--set needs name=value"),
     ],
 )
@@ -129,11 +135,35 @@ def test_a_wrong_override_says_what_is_wrong(text, message):
         ("augment.randaugment=rand-m9", r"data\.cache=false"),
         ("augment.crop=padded", r"needs augment\.padding"),
         ("data.crop_ratio=0", r"crop_ratio"),
+        ("data.interpolation=foo", r"unknown data\.interpolation 'foo'; known: bicubic, bilinear"),
+        ("data.std=0,1,1", r"data\.std must be above 0"),
+        ("data.workers=-1", r"data\.workers must be at least 0, got -1"),
+        ("augment.color_jitter=-1", r"augment\.color_jitter must be at least 0"),
+        ("augment.mixup=-1", r"augment\.mixup must be at least 0"),
+        ("augment.scale=0.9,0.2", r"augment\.scale must rise from above 0 to at most 1, got 0\.9, 0\.2"),
+        ("schedule.min_lr=-1", r"schedule\.min_lr must be at least 0"),
+        ("schedule.warmup_lr=-5", r"schedule\.warmup_lr must be at least 0"),
+        ("schedule.cooldown_epochs=-100", r"schedule\.cooldown_epochs must be at least 0, got -100"),
+        ("optim.lr=nan", r"optim\.lr must be above 0, got nan"),
+        ("optim.weight_decay=-1", r"optim\.weight_decay must be at least 0"),
+        ("optim.betas=0.9,1", r"optim\.betas must be two numbers from 0 to below 1"),
+        ("optim.clip=0", r"optim\.clip must be above 0, or none to be off, got 0\.0"),
+        ("run.ema=0", r"run\.ema must lie between 0 and 1, or be none to be off, got 0\.0"),
+        ("run.threads=-1", r"run\.threads must be at least 0"),
+        ("model.kwargs.num_classes=7", r"model\.kwargs\.num_classes would be overwritten by model\.num_classes"),
+        ("model.kwargs.attention=elu", r"model\.kwargs\.attention would be overwritten by model\.attention"),
     ],
 )
 def test_a_recipe_that_cannot_run_is_refused_before_it_does(text, message):
     with pytest.raises(ValueError, match=message):
         check(with_overrides(named_recipe("digits"), [text]))
+
+
+def test_a_randaugment_that_timm_does_not_know_is_refused():
+    for wrong in ("foo", "rand-q9", "augmix"):
+        recipe = with_overrides(named_recipe("digits"), ["data.cache=false", f"augment.randaugment={wrong}"])
+        with pytest.raises(ValueError, match=f"must be one of timm's configurations.*got '{wrong}'"):
+            check(recipe)
 
 
 def test_an_unknown_recipe_is_named_with_the_nearest_one():
@@ -171,3 +201,43 @@ def test_a_folder_takes_one_run_and_goes_on_with_that_one_only(tmp_path):
     assert folder.read_recipe() == recipe
     assert {"torch", "timm", "sima-attn", "python"} <= set(kept["versions"])
     assert "commit" in kept
+    folder.recipe_file.write_text("recipe: [")
+    with pytest.raises(ValueError, match=r"recipe\.yaml is damaged"):
+        folder.read_recipe()
+    with pytest.raises(ValueError, match="a run is a folder, and .* is a file"):
+        RunFolder(folder.recipe_file).check(recipe, resume=False)
+
+
+def test_a_finished_run_is_the_one_of_its_recipe_however_it_ran(tmp_path):
+    folder, recipe = RunFolder(tmp_path), named_recipe("digits")
+    folder.write_recipe(recipe)
+    folder.check_finished(with_overrides(recipe, ["run.compile=true"]))
+    for changed in ("data.path=elsewhere", "run.seed=3"):
+        with pytest.raises(ValueError, match=f"{changed.split('=')[0]}: .* -> {changed.split('=')[1]}"):
+            folder.check_finished(with_overrides(recipe, [changed]))
+
+
+def test_two_processes_cannot_train_in_one_folder(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    other = (
+        "from pathlib import Path; from sima_attn.train.run import RunFolder\n"
+        f"with RunFolder(Path({str(folder.path)!r})).locked(): pass"
+    )
+    with folder.locked():
+        refused = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True)
+        assert "another process is training in" in refused.stderr
+    subprocess.run([sys.executable, "-c", other], check=True)
+    assert list(folder.path.iterdir()) == []
+
+
+def test_the_commit_is_this_projects_and_not_that_of_a_repository_around_it(tmp_path, monkeypatch):
+    (tmp_path / "site-packages").mkdir()
+    file = tmp_path / "site-packages" / "run.py"
+    file.write_text("")
+    git = ("git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e")
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "theirs"], check=True)
+    monkeypatch.setattr("sima_attn.train.run.__file__", str(file))
+    assert provenance()["commit"] is None
+    subprocess.run([*git, "add", "-A"], check=True)
+    assert provenance()["commit"].endswith(" with changes")

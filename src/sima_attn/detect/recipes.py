@@ -8,7 +8,7 @@ from typing import Any
 
 from sima_attn._errors import unknown_name
 from sima_attn.detect.augment import Augment
-from sima_attn.train.recipes import PRECISIONS, Optim, Run, StepSchedule
+from sima_attn.train.recipes import Optim, Run, StepSchedule, check_loop
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,7 @@ def named_recipe(name: str) -> DetectRecipe:
 
 def check(recipe: DetectRecipe) -> None:
     """Raise for a value that no run can have, before anything is read or built."""
-    if recipe.run.precision not in PRECISIONS:
-        raise unknown_name("run.precision", recipe.run.precision, PRECISIONS)
+    check_loop(recipe.optim, recipe.run)
     augment, schedule, data = recipe.augment, recipe.schedule, recipe.data
     splits = data.eval_splits
     if not all(splits) or len(set(splits)) != len(splits):
@@ -131,10 +130,6 @@ def check(recipe: DetectRecipe) -> None:
             f"data.eval_split must be a split, or several with commas between them, got {data.eval_split!r}"
         )
     for where, number in (
-        ("run.batch", recipe.run.batch),
-        ("run.accumulate", recipe.run.accumulate),
-        ("run.log_steps", recipe.run.log_steps),
-        ("run.eval_epochs", recipe.run.eval_epochs),
         ("schedule.epochs", schedule.epochs),
         ("model.proposals", recipe.model.proposals),
         ("data.side", data.side),
@@ -146,7 +141,6 @@ def check(recipe: DetectRecipe) -> None:
         ("augment.flip", augment.flip),
         ("augment.crop", augment.crop),
         ("model.drop_path", recipe.model.drop_path),
-        ("run.ema", recipe.run.ema or 0.0),
         ("schedule.warmup_ratio", schedule.warmup_ratio),
     ):
         if not 0 <= share <= 1:

@@ -29,6 +29,12 @@ def save_checkpoint(folder: Path, step: int, state: dict[str, Any]) -> Path:
     return path
 
 
+def remove_half_written(folder: Path) -> None:
+    """Remove what a killed run left of a checkpoint; only for the one process that writes here."""
+    for left in folder.glob(".step-*"):
+        left.unlink(missing_ok=True)
+
+
 def checkpoints(folder: Path) -> list[Path]:
     """Paths of the checkpoints, the newest first."""
     found = [path for path in folder.glob("step-*.pt") if _NAME.fullmatch(path.name)]
@@ -51,8 +57,6 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 def load_newest(folder: Path, say: Callable[[str], None] = print) -> dict[str, Any] | None:
     """The newest state that can be read, None if there is none yet; damaged ones are named."""
-    for left in folder.glob(".step-*"):
-        left.unlink(missing_ok=True)  # half-written when the run was killed; several processes come by here
     found = checkpoints(folder)
     for path in found:
         try:

@@ -229,9 +229,11 @@ def make_dino_run(
 
     folder = RunFolder(out / run.folder)
     done = folder.path / "results.csv"
-    if done.exists():
-        return read_rows(done, DinoResultRow)[0]
     recipe = dino_recipe(run, data, on_gpu=device == "cuda")
+    if done.exists():
+        if run.weights != RANDOM:  # of these images, not of others that were in this place before
+            folder.check_finished(supervised_recipe(recipe) if run.weights == SUPERVISED else recipe)
+        return read_rows(done, DinoResultRow)[0]
     dino_recipes.check(recipe)
     decoded = {} if decoded is None else decoded
     status = "finished"

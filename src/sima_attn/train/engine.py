@@ -154,13 +154,17 @@ def fit(
     progress: RunProgress,
     *,
     about: Mapping[str, Any] | None = None,
+    on_ready: Callable[[], None] = lambda: None,
 ) -> Finished:
     """Train to the end, from the newest checkpoint in the folder if there is one.
 
     Args:
         about: Plain values kept in every checkpoint, such as the recipe and the class names.
+        on_ready: Called when optimiser and schedule are built, before the first file is written.
     """
-    return _Loop(task, settings, folder, fabric, progress, dict(about or {})).run_to_the_end()
+    loop = _Loop(task, settings, folder, fabric, progress, dict(about or {}))
+    on_ready()
+    return loop.run_to_the_end()
 
 
 class StepRates:
@@ -298,11 +302,14 @@ class _Loop:
             self.load(state)
             self.progress.say(f"going on at step {self.step} of {self.total}")
         self.fabric.barrier()
+        if state is None:
+            self.save()  # so that there is a checkpoint from before whatever goes wrong
         first = self.fabric.is_global_zero
         self.logs = {name: CsvLog(self.folder.path / f"{name}.csv", self.step) for name in ("train", "eval") if first}
         board = TensorBoard(self.folder.path / "tensorboard", self.step) if first else None
         self.board = board
         self.started = self.saved_at = self.logged_at = time.monotonic()
+        self.timed_from = self.step
         self.progress.start(self.step, self.total)
         self.model.train()
         batches = iter(self.task.batches(self.step, self.total))
@@ -373,7 +380,8 @@ class _Loop:
             return
         steps = (self.step - 1) % self.run.log_steps + 1
         now = time.monotonic()
-        rate = steps * self.run.batch / max(now - self.logged_at, 1e-9)
+        # After a crash the sums are of all steps of the row, the time of those made since.
+        rate = (self.step - self.timed_from) * self.run.batch / max(now - self.logged_at, 1e-9)
         epoch = self.step / self.task.steps_per_epoch
         row = {
             "step": self.step,
@@ -386,7 +394,7 @@ class _Loop:
             self.logs["train"].add(row)
             self.board.add(row, "train")  # type: ignore[union-attr]
         self.progress.step(self.step, epoch, row["loss"], rate)
-        self.sums, self.logged_at = {}, now
+        self.sums, self.logged_at, self.timed_from = {}, now, self.step
 
     def evaluate(self) -> None:
         before = time.monotonic()

@@ -251,9 +251,10 @@ def make_run(run: MiniatureRun, out: Path, data: str, *, device: str = "cuda", q
 
     folder = RunFolder(out / run.folder)
     done = folder.path / "results.csv"
-    if done.exists():
-        return read_rows(done, ResultRow)[0]
     recipe = miniature_recipe(run, data, on_gpu=device == "cuda")
+    if done.exists():
+        folder.check_finished(recipe)  # of these images, not of others that were in this place before
+        return read_rows(done, ResultRow)[0]
     metrics: dict[str, float] = {}
     status = "finished"
     try:

@@ -5,6 +5,8 @@ The numbers of the paper's rows are its own where it prints them; the rest is wh
 
 from __future__ import annotations
 
+import contextlib
+import math
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +17,7 @@ from sima_attn._errors import unknown_name
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CROPS = ("resized", "padded", "none")
+INTERPOLATIONS = ("bicubic", "bilinear")
 PRECISIONS = ("fp32", "bf16", "fp16")
 T = TypeVar("T")
 
@@ -351,23 +354,30 @@ def named_recipe(name: str) -> Recipe:
 
 def check(recipe: Recipe) -> None:
     """Raise for a value that no run can have, before anything is read or built."""
+    check_loop(recipe.optim, recipe.run)
+    augment, schedule = recipe.augment, recipe.schedule
     for where, value, allowed in (
-        ("augment.crop", recipe.augment.crop, CROPS),
-        ("run.precision", recipe.run.precision, PRECISIONS),
+        ("augment.crop", augment.crop, CROPS),
+        ("data.interpolation", recipe.data.interpolation, INTERPOLATIONS),
     ):
         if value not in allowed:
             raise unknown_name(where, value, allowed)
-    for where, number in (
-        ("data.size", recipe.data.size),
-        ("run.batch", recipe.run.batch),
-        ("run.accumulate", recipe.run.accumulate),
-        ("run.log_steps", recipe.run.log_steps),
-        ("run.eval_epochs", recipe.run.eval_epochs),
-        ("augment.repeats", recipe.augment.repeats),
-        ("schedule.epochs", recipe.schedule.epochs),
-    ):
-        if number < 1:
-            raise ValueError(f"{where} must be at least 1, got {number}")
+    at_least(1, {"data.size": recipe.data.size, "augment.repeats": augment.repeats, "schedule.epochs": schedule.epochs})
+    at_least(
+        0,
+        {
+            "data.workers": recipe.data.workers,
+            "augment.color_jitter": augment.color_jitter,
+            "augment.padding": augment.padding,
+            "augment.mixup": augment.mixup,
+            "augment.cutmix": augment.cutmix,
+            "schedule.warmup_epochs": schedule.warmup_epochs,
+            "schedule.warmup_lr": schedule.warmup_lr,
+            "schedule.min_lr": schedule.min_lr,
+            "schedule.cooldown_epochs": schedule.cooldown_epochs,
+        },
+    )
+    above_zero({"data.std": min(recipe.data.std)})
     for where, share in (
         ("augment.flip", recipe.augment.flip),
         ("augment.erasing", recipe.augment.erasing),
@@ -375,10 +385,19 @@ def check(recipe: Recipe) -> None:
         ("augment.switch_prob", recipe.augment.switch_prob),
         ("augment.smoothing", recipe.augment.smoothing),
         ("model.drop_path", recipe.model.drop_path),
-        ("run.ema", recipe.run.ema or 0.0),
     ):
         if not 0 <= share <= 1:
             raise ValueError(f"{where} must lie between 0 and 1, got {share}")
+    low, high = augment.scale
+    if not 0 < low <= high <= 1:
+        raise ValueError(f"augment.scale must rise from above 0 to at most 1, got {low}, {high}")
+    for name, by, overwritten in (
+        ("num_classes", "num_classes", True),
+        ("drop_path_rate", "drop_path", recipe.model.drop_path > 0),
+        ("attention", "attention", recipe.model.attention is not None),
+    ):
+        if overwritten and name in recipe.model.kwargs:
+            raise ValueError(f"model.kwargs.{name} would be overwritten by model.{by}; set that instead")
     if not 0 < recipe.data.crop_ratio <= 1:
         raise ValueError(f"data.crop_ratio must be above 0 and at most 1, got {recipe.data.crop_ratio}")
     if recipe.schedule.warmup_epochs >= recipe.schedule.epochs:
@@ -393,6 +412,63 @@ def check(recipe: Recipe) -> None:
             "RandAugment works on single images, not on a device cache: set data.cache=false or "
             "augment.randaugment=none"
         )
+    if augment.randaugment is not None:
+        from timm.data.auto_augment import rand_augment_transform
+
+        try:
+            rand_augment_transform(augment.randaugment, {})
+        except Exception as error:  # timm asserts, and looks up what it does not know
+            raise ValueError(
+                f"augment.randaugment must be one of timm's configurations, e.g. rand-m9-mstd0.5-inc1, or none, got "
+                f"{augment.randaugment!r}"
+            ) from error
+
+
+def check_loop(optim: Optim, run: Run) -> None:
+    """The same for what every kind of run has."""
+    if run.precision not in PRECISIONS:
+        raise unknown_name("run.precision", run.precision, PRECISIONS)
+    above_zero({"optim.lr": optim.lr, "optim.eps": optim.eps})
+    at_least(
+        1,
+        {
+            "run.batch": run.batch,
+            "run.accumulate": run.accumulate,
+            "run.log_steps": run.log_steps,
+            "run.eval_epochs": run.eval_epochs,
+        },
+    )
+    at_least(
+        0,
+        {
+            "optim.lr_batch": optim.lr_batch,
+            "optim.weight_decay": optim.weight_decay,
+            "run.seed": run.seed,
+            "run.checkpoint_minutes": run.checkpoint_minutes,
+            "run.checkpoint_steps": run.checkpoint_steps,
+            "run.threads": run.threads,
+        },
+    )
+    if not all(0 <= beta < 1 for beta in optim.betas):
+        raise ValueError(f"optim.betas must be two numbers from 0 to below 1, got {optim.betas}")
+    if optim.clip is not None and not optim.clip > 0:
+        raise ValueError(f"optim.clip must be above 0, or none to be off, got {optim.clip}")
+    if run.ema is not None and not 0 < run.ema < 1:
+        raise ValueError(f"run.ema must lie between 0 and 1, or be none to be off, got {run.ema}")
+
+
+def at_least(least: int, numbers: Mapping[str, float]) -> None:
+    """Raise unless all are finite and none is below the least."""
+    for where, number in numbers.items():
+        if not least <= number < math.inf:
+            raise ValueError(f"{where} must be at least {least}, got {number}")
+
+
+def above_zero(numbers: Mapping[str, float]) -> None:
+    """Raise unless all are finite and above 0."""
+    for where, number in numbers.items():
+        if not 0 < number < math.inf:
+            raise ValueError(f"{where} must be above 0, got {number}")
 
 
 def with_overrides(recipe: T, overrides: Sequence[str]) -> T:
@@ -418,16 +494,23 @@ def _set(settings: Any, names: list[str], text: str, where: str) -> Any:
     if isinstance(now, dict):
         if len(rest) != 1:
             raise ValueError(f"{where} needs the name of one argument, e.g. {first}.depth=6")
-        return replace(settings, **{first: {**now, rest[0]: _any_value(text)}})
+        return replace(settings, **{first: {**now, rest[0]: _any_value(text, where)}})
     if rest:
         raise ValueError(f"{'.'.join(where.split('.')[: -len(rest)])} is a single value; it has no {rest[0]!r}")
     return replace(settings, **{first: parse(text, kinds[first], where)})
 
 
-def _any_value(text: str) -> Any:
+def _any_value(text: str, where: str) -> Any:
     import yaml
 
-    return yaml.safe_load(text)
+    with contextlib.suppress(ValueError):
+        return int(text)
+    with contextlib.suppress(ValueError):
+        return float(text)  # YAML takes 1e-5 for a word
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{where} must be a number, a word or a list such as [1, 2], got {text!r}") from error
 
 
 def parse(text: str, kind: Any, where: str) -> Any:

@@ -7,10 +7,11 @@ learning_curve.png    at the end                                weights.safetens
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import subprocess
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -46,20 +47,47 @@ class RunFolder:
         """The learning curve."""
         return self.path / "learning_curve.png"
 
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Within it no other process can train here; the system takes the lock back when this one ends, however."""
+        try:
+            import fcntl
+        except ImportError:  # Windows has other locks
+            yield
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        path = self.path / ".lock"
+        with open(path, "w") as file:
+            try:
+                # Not flock: the worker processes would have that lock too, and live on for a while after a kill.
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                raise ValueError(
+                    f"another process is training in {self.path}; wait for it, or give another folder with --out"
+                ) from None
+            except OSError:  # a disk of another machine may have no locks
+                pass
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+
     def check(self, recipe: Any, *, resume: bool) -> None:
         """Raise unless the folder is free for a new run, or holds the very run to go on with."""
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"a run is a folder, and {self.path} is a file; give another --out")
         if not resume:
             if self.recipe_file.exists():
                 raise ValueError(
                     f"{self.path} holds a run already: go on with it by --resume, or give another folder with --out"
                 )
             return
-        changed = differences(to_dict(self.read_recipe(type(recipe))), to_dict(recipe))
-        if changed:
-            raise ValueError(
-                f"the run in {self.path} has another recipe: {'; '.join(changed)}. Go on without these changes, or "
-                "start a new run with another --out"
-            )
+        refuse_changes(self.path, self.read_recipe(type(recipe)), recipe)
+
+    def check_finished(self, recipe: Any) -> None:
+        """Raise unless the finished run here is the one of the recipe; how it ran (`run`) may differ."""
+        made = self.read_recipe(type(recipe))
+        refuse_changes(self.path, made, replace(recipe, run=replace(made.run, seed=recipe.run.seed)))
 
     def write_recipe(self, recipe: Any) -> None:
         """Keep the recipe, and what it ran on."""
@@ -74,7 +102,20 @@ class RunFolder:
 
         if not self.recipe_file.is_file():
             raise FileNotFoundError(f"there is no run in {self.path}: {self.recipe_file.name} is missing")
-        return from_dict(kind, yaml.safe_load(self.recipe_file.read_text())["recipe"])
+        try:
+            return from_dict(kind, yaml.safe_load(self.recipe_file.read_text())["recipe"])
+        except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{self.recipe_file} is damaged, no recipe can be read from it: {error}") from error
+
+
+def refuse_changes(folder: Path, made: Any, asked: Any) -> None:
+    """Raise where the recipe of the run in a folder is not the one that is asked for, and say in what."""
+    changed = differences(to_dict(made), to_dict(asked))
+    if changed:
+        raise ValueError(
+            f"the run in {folder} has another recipe: {'; '.join(changed)}. Go on without these changes, or "
+            "start a new run with another --out"
+        )
 
 
 def provenance(packages: Sequence[str] = ("torch", "torchvision", "timm", "lightning", "numpy")) -> dict[str, Any]:
@@ -89,12 +130,14 @@ def provenance(packages: Sequence[str] = ("torch", "torchvision", "timm", "light
 
 
 def _commit() -> str | None:
+    """The commit of the checkout that this file belongs to; one that merely contains it is another project's."""
+
+    def git(*command: str) -> str:
+        run = ["git", "-C", str(Path(__file__).parent), *command]
+        return subprocess.run(run, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
     try:
-        git = ("git", "-C", str(Path(__file__).parent))
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10)
-        status = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, timeout=10)
+        git("ls-files", "--error-unmatch", Path(__file__).name)
+        return git("rev-parse", "HEAD") + (" with changes" if git("status", "--porcelain") else "")
     except (OSError, subprocess.SubprocessError):
         return None
-    if head.returncode:
-        return None
-    return head.stdout.strip() + (" with changes" if status.stdout.strip() else "")

@@ -15,6 +15,7 @@ from torch import nn
 
 from sima_attn._files import written_whole
 from sima_attn.bench.figures import check_can_plot
+from sima_attn.train.checkpoint import remove_half_written
 from sima_attn.train.curves import plot_learning_curve
 from sima_attn.train.engine import Finished, Settings, Task, fit, start_fabric
 from sima_attn.train.progress import RunProgress
@@ -47,19 +48,28 @@ def train_task(
     folder = RunFolder(Path(out))
     fabric = start_fabric(device, recipe.run.precision)
     first = fabric.is_global_zero
-    with _cpu_threads(recipe.run.threads), RunProgress(shown=first and not quiet) as progress:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_cpu_threads(recipe.run.threads))
+        progress = stack.enter_context(RunProgress(shown=first and not quiet))
         if first:
             folder.check(recipe, resume=resume)
+            if resume:
+                stack.enter_context(folder.locked())
+                remove_half_written(folder.checkpoints)
         plots = _will_plot(progress)
         task = build(fabric, progress)
         if recipe.run.cuda_graph:
             check_can_be_recorded(recipe.run, fabric, recordable=task.recordable)
-        if first and not resume:  # after data and settings were checked: wrong ones leave no folder behind
-            folder.write_recipe(recipe)
-        fabric.barrier()
+
+        def begin() -> None:  # after data and settings were checked: wrong ones leave no folder behind
+            if first and not resume:
+                stack.enter_context(folder.locked())
+                folder.write_recipe(recipe)
+            fabric.barrier()
+
         facts = about(task)
         settings = Settings(recipe.optim, recipe.schedule, recipe.run)
-        finished = fit(task, settings, folder, fabric, progress, about=facts)
+        finished = fit(task, settings, folder, fabric, progress, about=facts, on_ready=begin)
         if first:
             tensors = {name: t.detach().cpu().contiguous() for name, t in weights(task).state_dict().items()}
             with written_whole(folder.weights) as temporary:
