@@ -12,7 +12,7 @@ from sima_attn.explain import effect, heatmap, heatmaps, read_attention
 from sima_attn.explain import subject as subject_module
 from sima_attn.explain.effects import attention_statistics
 from sima_attn.explain.maps import spread, unit_range
-from sima_attn.explain.subject import load_subject, subject_of
+from sima_attn.explain.subject import load_subject, open_photo, subject_of
 from sima_attn.nn import SimAttention
 
 
@@ -140,6 +140,23 @@ def test_errors_name_what_is_wrong(tmp_path):
         load_subject("sima_deit_tinny_patch16_224")
     with pytest.raises(ValueError, match="no timm configuration"):
         heatmap(Stamp(), Image.new("RGB", (8, 8)))
+
+
+def test_a_photo_of_more_than_8_bits_is_scaled_and_turned(tmp_path):
+    """Not clipped, which would make it almost white."""
+    ramp = np.linspace(0, 65535, 48 * 32).reshape(32, 48)
+    photo = Image.fromarray(ramp.astype(np.uint16))
+    exif = Image.Exif()
+    exif[0x0112] = 3  # upside down
+    photo.save(tmp_path / "deep.png", exif=exif)
+    turned = np.asarray(open_photo(tmp_path / "deep.png"))
+    assert np.abs(turned - (ramp / 257)[::-1, ::-1, None]).max() <= 1
+    subject = load_subject("sima_deit_tiny_patch16_224")
+    plain = Image.fromarray((ramp / 257).astype(np.uint8)).convert("RGB")
+    assert torch.allclose(subject.prepare(photo), subject.prepare(plain), atol=0.05)
+    Image.fromarray(np.float32([[0, 1e6]])).save(tmp_path / "float.tif")
+    with pytest.raises(ValueError, match=r"float\.tif cannot be read as an image: it has floats from 0 to 1e\+06"):
+        open_photo(tmp_path / "float.tif")
 
 
 def test_weights_of_ones_own_are_loaded_by_name_and_file(tmp_path):

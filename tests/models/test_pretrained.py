@@ -1,6 +1,7 @@
 """Weights in the package: a run becomes a file, `pretrained=True` finds it, `sima classify` uses it."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,17 +10,20 @@ import timm
 import torch
 from PIL import Image
 from safetensors import safe_open
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from sima_attn import assert_exp_free, cli
+from sima_attn.cli.classify import top_classes
 from sima_attn.explain import subject
 from sima_attn.models import pretrained
 from sima_attn.models.pretrained import Card, in_half, read_card, save_shipped, weights_file
-from sima_attn.train.classify import train_classifier
-from sima_attn.train.data import open_data
+from sima_attn.train.classify import build_model, train_classifier
+from sima_attn.train.data import loader, open_data
 from sima_attn.train.data.loader import evaluation_transform
 from sima_attn.train.evaluate import evaluate, load_trained
-from sima_attn.train.recipes import Augment, Data, Model, Optim, Recipe, Run, Schedule
+from sima_attn.train.recipes import Augment, Data, Model, Optim, Recipe, Run, Schedule, to_dict
+from sima_attn.train.run import RunFolder
 
 NAME = "sima_xcit_mini_p4_64_relu"
 CLASSES = ("n01", "n02", "n03")
@@ -110,6 +114,85 @@ def test_a_run_is_shipped_and_loaded_as_pretrained(run, weights):
     assert kinds == {torch.float16}
 
 
+def untrained_run(folder, recipe, name="sima_vit_mini_patch4_64", *, attention="sima", data=None, **kwargs):
+    """A folder as `sima train` leaves it, with the weights that a model starts with."""
+    model = Model(name, attention, kwargs=kwargs)
+    recipe = replace(recipe, model=model, data=replace(recipe.data, **data or {}), run=replace(recipe.run, ema=None))
+    RunFolder(folder).write_recipe(recipe)
+    about = {"recipe": to_dict(recipe), "classes": list(CLASSES)}
+    state = build_model(model, len(CLASSES)).state_dict()
+    save_file(state, folder / "weights.safetensors", metadata={"about": json.dumps(about)})
+    return recipe
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"attention": "softmax"}, r"model\.attention=softmax\."),
+        ({"relu": True, "qk_init": 2.0}, r"model\.kwargs\.relu=True\."),  # where q and k start is no part of the model
+        ({"depth": 2, "num_heads": 3}, r"model\.kwargs\.depth=2\."),
+    ],
+)
+def test_a_run_whose_model_is_not_the_one_of_the_name_is_not_shipped(run, weights, tmp_path, settings, named):
+    untrained_run(tmp_path / "run", run[1], **settings)
+    with pytest.raises(ValueError, match=rf"not sima_vit_mini_patch4_64 as pretrained=True builds it.*own: {named}"):
+        sima("ship", tmp_path / "run")
+    assert not weights.exists()
+
+
+def test_a_run_is_shipped_under_the_name_that_has_its_settings(run, weights, tmp_path):
+    untrained_run(tmp_path / "run", run[1], relu=True)
+    sima("ship", tmp_path / "run", "sima_vit_mini_patch4_64_relu", "--device", "auto")
+    assert (weights / "sima_vit_mini_patch4_64_relu.safetensors").is_file()
+    with pytest.raises(ValueError, match=r"own: model\.name=sima_vit_mini_patch4_64, model\.kwargs\.relu=True\."):
+        sima("ship", tmp_path / "run", "sima_vit_mini_patch4_64_1head")
+    for unknown in ("foo", "vit_tiny_patch16_224"):  # timm knows the second, but its weights are not looked for here
+        with pytest.raises(ValueError, match=f"unknown model of this package '{unknown}'; known: sima_cvt_13"):
+            sima("ship", tmp_path / "run", unknown)
+
+
+def test_the_card_has_the_epochs_of_the_checkpoint_and_not_of_the_log(run, weights, tmp_path):
+    """The log goes on after a checkpoint, until the next one."""
+    made = run[0] / "run"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(made / "checkpoints")
+    shutil.copy(made / "recipe.yaml", tmp_path / "run")
+    header, row = (made / "train.csv").read_text().splitlines()
+    step, epoch, rest = row.split(",", 2)
+    assert (step, float(epoch)) == ("2", 1.0)
+    (tmp_path / "run" / "train.csv").write_text(f"{header}\n{row}\n20,10.0,{rest}\n")
+    sima("ship", tmp_path / "run")
+    assert read_card(weights / f"{NAME}.safetensors").epochs == 1.0
+
+
+def test_data_with_other_classes_than_the_shipped_models_are_refused(run, weights, tmp_path):
+    sima("ship", run[0] / "run")
+    shutil.copytree(run[0] / "data", tmp_path / "data")
+    (tmp_path / "data" / "val" / "n03").rename(tmp_path / "data" / "val" / "n04")
+    with pytest.raises(
+        ValueError, match=r"3 classes, these data have 3: only the model has n03; only the data have n04\."
+    ):
+        sima("eval", NAME, "--data", tmp_path / "data")
+
+
+def test_eval_says_so_where_a_model_has_no_weights(weights, tmp_path):
+    for k in range(100):
+        (tmp_path / "val" / f"{k:03}").mkdir(parents=True)
+        noise(k, size=(8, 8)).save(tmp_path / "val" / f"{k:03}" / "0.png")
+    output = sima("eval", "sima_vit_mini_patch4_64_1head", "--data", tmp_path, "--size", 8, "--no-token-ref")
+    assert "sima_vit_mini_patch4_64_1head comes without weights: this is chance" in output
+
+
+@pytest.mark.parametrize("name", ["img [copy].png", "a[/b].png"])
+def test_a_broken_image_is_named_as_it_is(run, weights, tmp_path, monkeypatch, name):
+    monkeypatch.setattr(loader, "MOST_BROKEN", 0.5)
+    shutil.copytree(run[0] / "data", tmp_path / "data")
+    (tmp_path / "data" / "val" / "n01" / name.replace("/", "-")).write_text("no image")
+    monkeypatch.setattr("sima_attn.train.data.sources.ClassFolders.name", lambda self, index: name)
+    assert name in sima("ship", run[0] / "run", "--data", tmp_path / "data")
+    assert name in sima("eval", run[0] / "run", "--data", tmp_path / "data")
+
+
 def test_without_a_file_there_is_an_error_that_says_what_there_is(run, weights):
     with pytest.raises(ValueError, match=rf"no published weights for {NAME} \(weights come .*for: none\)"):
         timm.create_model(NAME, pretrained=True)
@@ -180,6 +263,34 @@ def test_classify_says_the_classes_a_plain_computation_finds_in_words(run, photo
     assert [line.split(" %")[0].strip() for line in lines] == [
         f"{words[k]:<12}  {100 * likely[k]:5.1f}" for k in likely.argsort(descending=True).tolist()
     ]
+
+
+def test_classify_prepares_photos_as_the_run_does(run, weights, tmp_path):
+    data = {"crop_ratio": 0.5, "interpolation": "bilinear"}
+    recipe = untrained_run(tmp_path / "run", run[1], data=data)
+    photo = noise(1, size=(160, 128))
+    found = dict(top_classes(subject.load_subject(tmp_path / "run"), photo, 3))
+    model = load_trained(tmp_path / "run").model.eval()
+    with torch.no_grad():
+        likely = model(evaluation_transform(recipe.data)(photo)[None])[0].softmax(0)
+    assert [found[name] for name in CLASSES] == pytest.approx(likely.tolist(), rel=1e-5)
+    sima("ship", tmp_path / "run")  # and so does what is made of it
+    shipped = load_trained("sima_vit_mini_patch4_64").data
+    assert (shipped.crop_ratio, shipped.interpolation) == (0.5, "bilinear")
+
+
+def test_classify_names_a_file_that_holds_no_weights(photos, tmp_path):
+    for name in ("text.txt", "junk.safetensors"):
+        (tmp_path / name).write_text("no weights")
+        with pytest.raises(ValueError, match=f"{name} cannot be read as weights of {NAME}: give"):
+            sima("classify", photos, "--model", f"{NAME}={tmp_path / name}")
+
+
+def test_classify_and_ship_know_the_devices_of_the_other_commands(run, photos):
+    assert " %  " in sima("classify", photos / "one.png", "--model", run[0] / "run", "--device", "auto")
+    for arguments in (("classify", photos), ("ship", run[0] / "run")):
+        with pytest.raises(ValueError, match="device must be auto, cpu or cuda, got 'foo'"):
+            sima(*arguments, "--device", "foo")
 
 
 def test_classify_with_random_weights_is_an_error(photos, monkeypatch):

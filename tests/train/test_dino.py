@@ -668,6 +668,11 @@ def test_the_recipes_are_the_papers():
         ("distill.student_temp=0", r"distill\.student_temp must be above 0"),
         ("distill.momentum=1.5", r"distill\.momentum must lie between 0 and 1"),
         ("distill.clip=0", r"distill\.clip must be above 0"),
+        ("distill.weight_decay_end=-5", r"distill\.weight_decay_end must be at least 0"),
+        ("distill.weight_decay_end=nan", r"distill\.weight_decay_end must be at least 0, got nan"),
+        ("crops.strength=-1,0.4,0.2,0.1", r"crops\.strength must be at least 0, got -1"),
+        ("crops.strength=0.4,0.4,0.2,0.9", "the hue, the last of crops.strength, must be at most 0.5"),
+        ("probe.lr=-1", r"probe\.lr must be above 0"),
         ("probe.bank=2", "have no 3 neighbours"),
         ("schedule.warmup_epochs=5", "leaves nothing of"),
         ("run.precision=fp8", r"unknown run\.precision"),
@@ -708,3 +713,15 @@ def test_any_run_or_model_gives_a_backbone(data, tmp_path):
         load_backbone(tmp_path)
     with pytest.raises(ValueError, match="neither a run's folder"):
         load_backbone(str(tmp_path / "none"))
+
+
+def test_one_view_a_pass_tells_nothing_of_a_collapse_and_is_refused(data, tmp_path):
+    changes = "run.batch=1", "crops.global_count=1", "crops.local_count=2", "probe.bank=0"
+    with pytest.raises(ValueError, match="gives the teacher nothing to tell apart"):
+        train(small_dino(data, *changes), tmp_path / "run")
+
+
+def test_a_run_of_another_kind_is_named(data, tmp_path):
+    RunFolder(tmp_path / "run").write_recipe(small_dino(data))
+    with pytest.raises(ValueError, match=r"another kind of run: its recipe has .*distill.*, a Recipe has .*augment"):
+        RunFolder(tmp_path / "run").read_recipe()

@@ -198,6 +198,11 @@ def test_the_command_makes_all_kinds_of_runs(data, tmp_path, monkeypatch):
     ]
     assert {point.name for point in curves} == {"vit_softmax"}
     assert [row.steps for row in results] == [6, 6, 0]
+    for run in runs:
+        with pytest.raises(ValueError, match=r"has another recipe: data\.path: .* -> elsewhere"):
+            make_dino_run(
+                replace(run, epochs=0 if run.name == "random" else 2), tmp_path / "out", "elsewhere", device="cpu"
+            )
     monkeypatch.setattr(dino_miniature, "_train", None)  # a second time nothing is trained
     again = CliRunner().invoke(cli.app, [*arguments, "--data", data], catch_exceptions=False)
     assert again.exit_code == 0, again.output

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 
 import pytest
 import timm
@@ -89,8 +90,12 @@ def test_the_tokens_that_are_seen_are_those_the_models_call_theirs(name):
 
 def test_other_classes_are_refused(run, tmp_path):
     root, _, _ = run
-    with pytest.raises(ValueError, match=r"trained on 7 classes \(a, b, c, \.\.\.\), these data have 10"):
+    differ = "only the model has a, b, c, d, e and 2 more; only the data have 0, 1, 2, 3, 4 and 5 more"
+    with pytest.raises(ValueError, match=f"trained on 7 classes, these data have 10: {differ}"):
         evaluate(load_trained(root / "run"), "digits")
+    reordered = load_trained(root / "run")
+    with pytest.raises(ValueError, match="have 7: the same names in another order"):
+        evaluate(reordered._replace(classes=list("bacdefg")))
     with pytest.raises(ValueError, match="model has 3 classes, the data have 10"):
         evaluate(load_trained("sima_deit_tiny_patch16_224", num_classes=3), "digits")
 
@@ -107,9 +112,39 @@ def test_what_cannot_be_loaded_is_named(what, error, message):
         load_trained(what)
 
 
-def sima(*arguments):
+def test_files_that_no_run_wrote_are_named(tmp_path):
+    torch.save({"w": torch.zeros(1)}, tmp_path / "other.pt")
+    torch.save([1], tmp_path / "list.pt")
+    (tmp_path / "junk.safetensors").write_text("no weights")
+    save_file({"w": torch.zeros(1)}, tmp_path / "foreign.safetensors")
+    save_file({"w": torch.zeros(1)}, tmp_path / "theirs.safetensors", metadata={"about": "a model"})
+    save_file({"w": torch.zeros(1)}, tmp_path / "half.safetensors", metadata={"about": '{"classes": []}'})
+    for name in ("other.pt", "list.pt", "foreign.safetensors", "theirs.safetensors", "half.safetensors"):
+        with pytest.raises(ValueError, match=rf"{name} was not written by a run of `sima train`"):
+            load_trained(tmp_path / name)
+    with pytest.raises(ValueError, match=r"junk\.safetensors cannot be read as weights"):
+        load_trained(tmp_path / "junk.safetensors")
+
+
+def test_a_run_without_checkpoints_has_no_average_and_a_damaged_recipe_is_named(run, tmp_path):
+    for name in ("recipe.yaml", "weights.safetensors"):
+        shutil.copy(run[0] / "run" / name, tmp_path)
+    with pytest.raises(FileNotFoundError, match="has no checkpoints, which alone hold the average weights"):
+        load_trained(tmp_path, ema=True)
+    for damaged in ("recipe: [", "", "a: 1", "recipe: 3"):
+        (tmp_path / "recipe.yaml").write_text(damaged)
+        with pytest.raises(ValueError, match=r"recipe\.yaml is damaged"):
+            load_trained(tmp_path)
+
+
+def test_a_size_is_at_least_one_pixel(run):
+    with pytest.raises(ValueError, match="size must be at least 1 px, got 0"):
+        evaluate(load_trained(run[0] / "run"), size=0)
+
+
+def sima(*arguments, code=0):
     result = CliRunner().invoke(cli.app, [str(a) for a in arguments], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == code, result.output
     return result.output
 
 
@@ -131,6 +166,31 @@ def test_eval_prints_each_size_with_and_without_token_ref_and_writes_the_classes
         ("run", 32, True),
     ]
     assert all(f"{row.top1:.2f}" in output and row.images == 35 for row in sizes)
+
+
+def test_eval_takes_a_size_once_and_no_size_below_one(run):
+    output = sima("eval", run[0] / "run", "--size", 16, "--size", 16)
+    assert output.count("│ 16") == 1
+    assert "greater than or equal to 1" in sima("eval", run[0] / "run", "--size", 0, code=2)
+
+
+def test_eval_writes_the_confusions_and_prints_those_of_few_classes(run, tmp_path, monkeypatch):
+    root, _, _ = run
+    output = sima("eval", root / "run", "--confusion", tmp_path / "confusion.csv")
+    result = evaluate(load_trained(root / "run"))
+    with open(tmp_path / "confusion.csv", newline="") as file:
+        header, *rows = csv.reader(file)
+    assert header == ["true", *"abcdefg"]
+    assert rows == [[name, *map(str, line)] for name, line in zip("abcdefg", result.confusion.tolist(), strict=True)]
+    printed = [line.strip("│ ").split("│") for line in output.splitlines() if line.startswith("│")]
+    assert [[cell.strip() for cell in line] for line in printed[1:]] == rows  # the first line is that of the size
+    monkeypatch.setattr(cli.train, "MOST_SHOWN", 6)
+    assert "what they were taken for" not in sima("eval", root / "run")
+
+
+@pytest.mark.parametrize("option", ["--out", "--confusion", "--rows"])
+def test_a_folder_in_the_place_of_a_file_is_refused(run, tmp_path, option):
+    assert "is a directory" in sima("eval", run[0] / "run", option, tmp_path, code=2)
 
 
 def test_train_runs_the_default_and_goes_on(tmp_path):

@@ -1,5 +1,8 @@
 """k-NN equals a plain computation, whatever the blocks; features are taken once; wrong input is named."""
 
+import math
+import os
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -20,7 +23,7 @@ from sima_attn.train.dino import train_dino
 from sima_attn.train.dino_recipes import named_dino_recipe
 from sima_attn.train.feature_map import plot_feature_map, principal_components, two_dimensions
 from sima_attn.train.features import Features, Subset, evenly, extract, key_of
-from sima_attn.train.knn import KnnRow, knn_accuracy, nearest, plot_neighbours
+from sima_attn.train.knn import KnnRow, knn_accuracy, nearest, plot_neighbours, votes
 from sima_attn.train.recipes import Data, with_overrides
 
 N, M, W, K = 37, 101, 8, 7
@@ -118,6 +121,14 @@ def test_lengths_of_features_do_not_matter(sides):
     )
 
 
+def test_a_low_temperature_does_not_overflow():
+    """exp(0.99 / 0.01) is more than float32 holds; the nearest of class 1 outweighs two of class 0."""
+    scores = votes(torch.tensor([[0.99, 0.97, 0.96]]), torch.tensor([[1, 0, 0]]), 2, 0.01)
+    assert scores.isfinite().all()
+    assert scores.argmax() == 1
+    assert scores[0, 1] / scores[0, 0] == pytest.approx(1 / (math.exp(-2) + math.exp(-3)), rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -125,6 +136,7 @@ def test_lengths_of_features_do_not_matter(sides):
         ({"k": [0]}, "k must lie between 1 and the 101 images"),
         ({"k": []}, "at least one k"),
         ({"temperature": 0.0}, "temperature must be above 0"),
+        ({"temperature": math.nan}, "temperature must be above 0, got nan"),
         ({"labels": None}, "the query images have no labels"),
         ({"bank_labels": np.zeros(5, dtype=int)}, "the bank images are 101, their labels .* some are missing"),
         ({"bank_labels": np.full(M, -1)}, r"labels of the bank images are missing or have no class.*0 to 6, got -1"),
@@ -203,6 +215,25 @@ def test_features_that_fail_leave_nothing_behind(tmp_path):
     assert extract(Large(), source, DATA, tmp_path / "features", dtype="float32").values[0, 0] == 1e6
     with pytest.raises(ValueError, match=r"unknown dtype of features 'float8'"):
         extract(Large(), source, DATA, tmp_path / "features", dtype="float8")
+
+
+def test_two_commands_may_take_the_same_features_and_killed_ones_are_cleared_away(tmp_path, monkeypatch):
+    source = open_data(class_folders(tmp_path / "data", per_class=(2, 1)), "train")
+    kept = tmp_path / "features"
+    for name, age in ((".taking-old", 2 * 86400), (".taking-now", 0)):
+        (kept / name).mkdir(parents=True)
+        os.utime(kept / name, (time.time() - age,) * 2)
+    taken = features_module._take
+
+    def another_is_faster(model, source, data, folder, *rest):
+        taken(model, source, data, folder, *rest)
+        if folder.parent == kept:
+            monkeypatch.setattr(features_module, "_take", taken)
+            extract(model, source, data, kept)
+
+    monkeypatch.setattr(features_module, "_take", another_is_faster)
+    assert len(extract(Counting(), source, DATA, kept).values) == 6
+    assert {path.name for path in kept.glob(".*")} == {".taking-now"}
 
 
 def test_a_broken_image_is_left_out_and_the_others_keep_their_place(tmp_path):
@@ -309,12 +340,40 @@ def test_the_command_prints_rows_and_draws(run, tmp_path, monkeypatch):
         (("--device", "tpu"), "device must be auto, cpu or cuda"),
         (("--branch", "pupil"), "unknown branch"),
         (("--data", "nowhere"), "does not exist"),
+        (("--map-method", "foo"), "unknown map 'foo'"),
+        (("--picture", "p.xyz"), r"a figure is a file that ends in .*got p\.xyz"),
+        (("--map", "."), "a figure is a file that ends in"),
+        (("--temperature", "nan"), "temperature must be above 0, got nan"),
     ],
 )
 def test_the_command_refuses(run, arguments, message):
     result = CliRunner().invoke(cli.app, ["knn", str(run), *[str(a) for a in arguments]])
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         raise result.exception
+
+
+@pytest.mark.parametrize("command", ["knn", "linear"])
+def test_other_classes_in_val_are_named(run, command, tmp_path):
+    root = class_folders(tmp_path / "data", per_class=(2, 2))
+    (root / "val" / "cat").rename(root / "val" / "cow")
+    result = CliRunner().invoke(cli.app, [command, str(run), "--data", str(root)])
+    assert "the classes of train and val differ" in str(result.exception)
+
+
+def test_features_of_a_checkpoint_lie_with_those_of_its_run(run):
+    (newest, *_) = sorted((run / "checkpoints").glob("*.pt"), reverse=True)
+    sima("knn", newest, "-k", 5)
+    assert not (run / "checkpoints" / "features").exists()
+
+
+def test_files_of_other_kinds_are_named(tmp_path):
+    torch.save({"model": {}}, tmp_path / "odd.pt")
+    torch.save([1], tmp_path / "list.pt")
+    (tmp_path / "text.safetensors").write_text("text")
+    for file in ("odd.pt", "list.pt", "text.safetensors"):
+        result = CliRunner().invoke(cli.app, ["knn", str(tmp_path / file), "--data", "digits"])
+        assert isinstance(result.exception, ValueError), result.exception
+        assert file in str(result.exception)
 
 
 def test_a_model_by_name_needs_data_and_a_missing_run_is_named(tmp_path, monkeypatch):

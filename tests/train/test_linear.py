@@ -185,6 +185,7 @@ def test_the_command(run, tmp_path):
         (("--features", "pixels"), "unknown features 'pixels'"),
         (("--features", "output", "--layers", "2"), "are of --features layers"),
         (("--layers", "9"), "no such layer: 9"),
+        (("--lr", "nan"), "--lr must be above 0, got nan"),
         (("--device", "tpu"), "device must be auto, cpu or cuda"),
     ],
 )

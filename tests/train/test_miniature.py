@@ -1,6 +1,7 @@
 """The miniature grid: its table of runs, and how runs are made, passed over, gone on with and reported."""
 
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -208,3 +209,7 @@ def test_the_command_runs_the_grid_and_names_wrong_data_first(data, tmp_path, mo
     files = {p.name for p in (tmp_path / "out").iterdir() if p.is_file()}
     assert files == {"results.csv", "curves.csv", "tables.md", "miniature.png"}
     assert (tmp_path / "out" / "tables.md").read_text().startswith("| run | what it is |")
+    other = tmp_path / "other"
+    shutil.copytree(data, other)
+    with pytest.raises(ValueError, match=r"has another recipe: data\.path: .* -> .*other"):
+        CliRunner().invoke(cli.app, [*arguments, "--data", str(other)], catch_exceptions=False)

@@ -204,7 +204,7 @@ def test_a_folder_takes_one_run_and_goes_on_with_that_one_only(tmp_path):
     folder.recipe_file.write_text("recipe: [")
     with pytest.raises(ValueError, match=r"recipe\.yaml is damaged"):
         folder.read_recipe()
-    with pytest.raises(ValueError, match="a run is a folder, and .* is a file"):
+    with pytest.raises(ValueError, match=r"a run is a folder, and .* is a file"):
         RunFolder(folder.recipe_file).check(recipe, resume=False)
 
 

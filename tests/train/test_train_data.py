@@ -1,13 +1,20 @@
 """Every format gives the same samples; order and augmentation are functions of (seed, step); mistakes are named."""
 
+import gzip
 import io
 import json
+import os
+import random
+import subprocess
+import sys
 import tarfile
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from small_runs import ALL_ON, class_folders, picture, small_recipe
+from torch import distributed
 
 from sima_attn.train.data import open_data
 from sima_attn.train.data.augment import crop_and_flip, erase, jitter_colours
@@ -19,9 +26,10 @@ from sima_attn.train.data.loader import (
     epoch_order,
     evaluation_batches,
     training_batches,
+    training_transform,
 )
-from sima_attn.train.data.sources import check_same_classes, class_words
-from sima_attn.train.recipes import Augment
+from sima_attn.train.data.sources import check_same_classes, class_words, to_rgb
+from sima_attn.train.recipes import Augment, to_dict
 
 CPU = torch.device("cpu")
 
@@ -35,6 +43,12 @@ def write_parquet(root, samples, names, split="train", row_group=3):
         table = table.replace_schema_metadata({b"huggingface": json.dumps(features).encode()})
     root.mkdir(exist_ok=True)
     pq.write_table(table, root / f"{split}-00000-of-00001.parquet", row_group_size=row_group)
+
+
+def write_table(root, split="train", **columns):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    root.mkdir(exist_ok=True)
+    pq.write_table(pa.table(columns), root / f"{split}.parquet")
 
 
 def write_tar(root, samples, split="train", shard=5):
@@ -138,6 +152,20 @@ def test_batches_from_a_step_on_are_those_of_the_whole_run(folders, workers):
     assert not torch.equal(whole[0].images, whole[3].images)
 
 
+@pytest.mark.parametrize("policy", ["rand-m9-mstd0.5-inc1", "rand-m0", "augmix-m10-mstd5", "v0-mstd5"])
+def test_posterize_keeps_a_bit_whatever_the_noise(policy):
+    """timm asks for 0 bits at either end of the magnitudes, Pillow takes 1 to 8."""
+    step = training_transform(small_recipe().data, Augment(randaugment=policy)).transforms[1].transforms[0]
+    several = getattr(step, "ops", None) or [op for ops in step.policy for op in ops]
+    ops = [op for op in several if op.name.startswith("Posterize")]
+    assert ops
+    random.seed(0)
+    grey = Image.linear_gradient("L").resize((16, 16))
+    kept = {len(set(op(grey).tobytes())) for op in ops for _ in range(3000)}
+    assert 2 in kept  # shades: one bit of them
+    assert min(kept) == 2
+
+
 def test_the_cache_holds_what_evaluation_reads(folders):
     source, data = open_data(folders, "val"), small_recipe().data
     cache = Cache(source, data, CPU, broken=BrokenImages(source))
@@ -151,6 +179,47 @@ def test_the_cache_holds_what_evaluation_reads(folders):
 def test_other_kinds_of_images_become_rgb(folders, mode):
     picture(99, mode=mode).save(folders / "train" / "cat" / "0.png")
     assert open_data(folders).read(0).mode == "RGB"
+
+
+DEEP = np.linspace(0, 65535, 320).reshape(16, 20)
+
+
+def deep_image(kind):
+    """The same ramp from black to white, in more than 8 bits."""
+    if kind in ("I;16", "I;16B"):
+        return Image.frombytes(kind, (20, 16), DEEP.astype(">u2" if kind == "I;16B" else "<u2").tobytes())
+    scaled = {"I": DEEP.astype(np.int32), "I, bytes": (DEEP / 257).astype(np.int32)}
+    scaled |= {"F": (DEEP / 65535).astype(np.float32), "F, bytes": (DEEP / 257).astype(np.float32)}
+    return Image.fromarray(scaled[kind])
+
+
+@pytest.mark.parametrize("kind", ["I;16", "I;16B", "I", "I, bytes", "F", "F, bytes"])
+def test_images_of_more_than_8_bits_are_scaled(folders, kind):
+    """Not clipped, which would make them almost white."""
+    for ending in (".tif", ".png") if kind == "I;16" else (".tif",):
+        (folders / "train" / "cat" / "0.png").unlink(missing_ok=True)
+        deep_image(kind).save(folders / "train" / "cat" / f"0{ending}")
+        source = open_data(folders)
+        assert source.name(0).endswith(f"0{ending}")
+        image = source.read(0)
+        assert image.mode == "RGB"
+        assert np.abs(np.asarray(image) - (DEEP / 257)[..., None]).max() <= 1
+        (folders / "train" / "cat" / f"0{ending}").unlink()
+
+
+@pytest.mark.parametrize(
+    ("pixels", "message"),
+    [
+        (np.array([[-1, 7]], np.int32), "whole numbers from -1 to 7"),
+        (np.array([[0, 65536]], np.int32), "whole numbers from 0 to 65536"),
+        (np.array([[-0.5, 1]], np.float32), "floats from -0.5 to 1"),
+        (np.array([[0, 300]], np.float32), "floats from 0 to 300"),
+        (np.array([[0, np.nan]], np.float32), "floats from nan to nan"),
+    ],
+)
+def test_numbers_that_are_no_brightness_are_an_error(pixels, message):
+    with pytest.raises(ValueError, match=message):
+        to_rgb(Image.fromarray(pixels))
 
 
 def break_images(folders, count, split="train"):
@@ -193,6 +262,55 @@ def test_too_many_broken_images_are_an_error(folders):
     source = open_data(folders)
     with pytest.raises(ValueError, match=r"of 24 images cannot be read, more than 1%"):
         Cache(source, small_recipe().data, CPU, broken=BrokenImages(source, lambda line: None))
+
+
+TRAIN = """
+import json, sys
+from sima_attn.train.classify import train_classifier
+from sima_attn.train.recipes import Recipe, from_dict
+train_classifier(from_dict(Recipe, json.loads(sys.argv[1])), sys.argv[2], device="cpu")
+"""
+
+
+def test_broken_images_of_other_processes_are_named(tmp_path):
+    """torchrun, gloo. The second process finds them, and shows nothing itself."""
+    folders = class_folders(tmp_path / "many", per_class=(104, 101), classes=("a",))
+    train, val = open_data(folders), open_data(folders, "val")
+    _, _, second = next(batch_indices(train, Share(52, 1, 2), 0, start=0, stop=1))
+    paths = [train.files[second[5]], val.files[1]]  # val images go to the processes in turn
+    for path in paths:
+        path.write_bytes(b"broken")
+    recipe = small_recipe(folders, epochs=1, run={"batch": 52})
+    (tmp_path / "train.py").write_text(TRAIN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    command += [str(tmp_path / "train.py"), json.dumps(to_dict(recipe)), str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith("broken image")]
+    assert [line.split(": ")[1] for line in said] == [str(path) for path in paths], done.stderr
+
+
+def test_the_broken_images_of_all_processes_count_together(tmp_path, monkeypatch):
+    """One in each half of 150 images is within 1 %, the two together are not."""
+    source = open_data(class_folders(tmp_path / "many", per_class=(150, 1), classes=("a",)))
+    said = []
+    broken = BrokenImages(source, said.append)
+    broken.add([3])
+    broken.gather()  # alone
+
+    def gather(parts, mine):
+        parts[:] = [mine, theirs]
+
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(distributed, "all_gather_object", gather)
+    theirs = [3]
+    broken.gather()
+    assert len(said) == 1
+    theirs = [70]
+    with pytest.raises(ValueError, match=r"2 of 150 images cannot be read, more than 1%"):
+        broken.gather()
+    assert [line.split(": ")[1] for line in said] == [source.name(3), source.name(70)]
 
 
 def test_wrong_folders_are_named(tmp_path, folders):
@@ -238,6 +356,54 @@ def test_a_tar_without_labels_and_one_that_is_none_are_named(tmp_path):
     (tmp_path / "train-0.tar").write_bytes(b"nothing of the kind" * 100)
     with pytest.raises(ValueError, match="no readable tar file"):
         open_data(tmp_path)
+
+
+@pytest.mark.parametrize("opened", ["gz", "bz2", "xz"])
+def test_a_compressed_tar_is_named(folders, tmp_path, opened):
+    data = encoded(folders, "train")
+    with tarfile.open(tmp_path / "train-0.tar", f"w:{opened}") as tar:
+        for name, content in (("0.png", data[0][0]), ("0.cls", b"0")):
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    with pytest.raises(ValueError, match=r"train-0\.tar is compressed \(.*plain tar"):
+        open_data(tmp_path)
+
+
+def test_a_parquet_file_that_is_none_or_cut_short_is_named(folders, tmp_path):
+    write_parquet(tmp_path / "p", encoded(folders, "train"), ["cat", "dog", "owl"])
+    (path,) = (tmp_path / "p").iterdir()
+    whole = path.read_bytes()
+    for content in (b"", b"nothing of the kind" * 100, whole[:-100], gzip.compress(whole)):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"train-.*\.parquet is no readable parquet file"):
+            open_data(tmp_path / "p")
+
+
+def test_parquet_takes_plain_bytes_and_names_of_classes(folders, tmp_path):
+    samples, names = encoded(folders, "train"), ["cat", "dog", "owl"]
+    write_table(tmp_path / "p", image=[data for data, _ in samples], label=[names[label] for _, label in samples])
+    with pytest.raises(ValueError, match=r"column label of .*parquet has strings \(cat, dog, owl\).*classes\.txt"):
+        open_data(tmp_path / "p")
+    (tmp_path / "p" / "classes.txt").write_text("owl\nelk\ncat\n")
+    with pytest.raises(ValueError, match=r"none of the 3 classes \(owl, elk, cat\): dog"):
+        open_data(tmp_path / "p")
+    (tmp_path / "p" / "classes.txt").write_text("owl\nelk\ncat\ndog\n")
+    source, truth = open_data(tmp_path / "p"), open_data(folders)
+    assert [source.classes[label] for label in source.labels] == [truth.classes[label] for label in truth.labels]
+    assert all(np.array_equal(np.array(source.read(i)), np.array(truth.read(i))) for i in range(len(truth)))
+
+
+def test_parquet_columns_of_another_kind_are_named(tmp_path):
+    write_table(tmp_path / "p", image=["a.png"], label=[0])
+    with pytest.raises(ValueError, match=r"column image of .* is of type string; encoded images are needed"):
+        open_data(tmp_path / "p")
+    write_table(tmp_path / "p", image=[b""], label=[0.5])
+    with pytest.raises(ValueError, match=r"column label of .* is of type double"):
+        open_data(tmp_path / "p")
+    write_table(tmp_path / "p", image=[b"", b""], label=[1, None])
+    with pytest.raises(ValueError, match=r"1 of 2 rows of .* have no label"):
+        open_data(tmp_path / "p")
 
 
 def test_a_batch_that_does_not_fit_is_an_error(folders):

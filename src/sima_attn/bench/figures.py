@@ -10,13 +10,17 @@ if TYPE_CHECKING:
     from sima_attn.bench.demo import DemoRow
     from sima_attn.bench.gpu import GpuRow
 
+FIGURES = (".png", ".jpg", ".pdf", ".svg")
 
-def check_can_plot() -> None:
-    """Say what is missing before a long run, not after it."""
+
+def check_can_plot(path: Path | None = None) -> None:
+    """Say what is missing before a long run, not after it; of a path, what keeps a figure from being written there."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
         raise ValueError("figures need matplotlib, which is not installed: pip install 'sima-attn[plots]'") from None
+    if path is not None and (path.is_dir() or path.suffix.lower() not in FIGURES):
+        raise ValueError(f"a figure is a file that ends in {', '.join(FIGURES)}, got {path}")
 
 
 def plot_time_against_tokens(rows: Sequence[DemoRow], path: Path) -> None:

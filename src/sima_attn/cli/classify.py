@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import glob
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
+from sima_attn._devices import resolve_device
 from sima_attn.cli._shared import console
 from sima_attn.cli.train import check_installed
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from sima_attn.explain.subject import Subject
+    from sima_attn.train.recipes import Recipe
 
 app = typer.Typer()
 BAR = 30  # characters of a bar that stands for certainty
@@ -30,12 +33,13 @@ def classify_command(
         typer.Option(help="A model with weights, a run's folder, a checkpoint; without it the package's own."),
     ] = None,
     top: Annotated[int, typer.Option(help="Classes to show of each.", min=1)] = 5,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "cpu",
 ) -> None:
     """What is in a photo: the most likely classes. A photo that cannot be read is named and left out."""
     check_installed()
     from sima_attn.explain.subject import find_photos, open_photo
 
+    device = resolve_device(device)
     files = find_photos([path for pattern in photos for path in matching(pattern)])
     subject = trained_subject(model, device=device)
     shown = 0
@@ -66,7 +70,17 @@ def trained_subject(model: str | None, *, device: str = "cpu") -> Subject:
     """The model to classify with; one whose weights are random is an error."""
     from sima_attn.explain.subject import load_subject
 
-    subject = load_subject(model, device=device)
+    try:
+        subject = load_subject(model, device=device)
+    except (ValueError, FileNotFoundError):
+        raise
+    except Exception as error:  # whatever torch and safetensors say of a file that is none of theirs
+        name, _, file = (model or "").partition("=")
+        if not file:
+            raise
+        raise ValueError(
+            f"{file} cannot be read as weights of {name}: give a .safetensors file, or a .pth that holds tensors alone"
+        ) from error
     if not subject.trained:
         what = f"{model} has no trained weights" if model else "no weights come with this version of the package"
         raise ValueError(f"{what}: train a model with `sima train` and give its folder with --model")
@@ -80,8 +94,11 @@ def top_classes(subject: Subject, photo: Image, count: int) -> list[tuple[str, f
     from sima_attn.train.data.loader import evaluation_transform
     from sima_attn.train.recipes import Data
 
-    mean, std = subject.mean, subject.std
-    transform = evaluation_transform(Data("", size=subject.size, mean=mean, std=std))  # type: ignore[arg-type]
+    cfg: Any = getattr(subject.model, "pretrained_cfg", None) or {}
+    settings: dict[str, Any] = {"size": subject.size, "mean": subject.mean, "std": subject.std}
+    settings["crop_ratio"] = cfg.get("crop_pct") or 1.0
+    settings["interpolation"] = cfg.get("interpolation") or "bicubic"
+    transform = evaluation_transform(Data("", **settings))
     with torch.no_grad():
         image = transform(photo)[None].to(next(subject.model.parameters()).device)  # [1, 3, size, size]
         likely = subject.model(image)[0].float().softmax(0)  # [K]
@@ -109,27 +126,32 @@ def ship_command(
         bool | None, typer.Option("--ema/--no-ema", help="The average weights; without it where the run kept them.")
     ] = None,
     terms: Annotated[str, typer.Option(help="What the weights may be used for.")] = RESEARCH,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "cpu",
 ) -> None:
     """Put the weights of a run into the package, in half precision: `pretrained=True` finds them there."""
     check_installed()
     from rich.console import Console
 
-    from sima_attn.models.pretrained import Card, in_half, save_shipped
+    from sima_attn.models.pretrained import Card, check_same_model, in_half, save_shipped
     from sima_attn.train.data.sources import class_words
-    from sima_attn.train.evaluate import evaluate, load_trained
-    from sima_attn.train.logs import read_log
+    from sima_attn.train.evaluate import evaluate, file_of_run, load_trained
     from sima_attn.train.recipes import to_dict
     from sima_attn.train.run import RunFolder
 
+    device = resolve_device(device)
     recipe = RunFolder(run).read_recipe()
-    loaded = load_trained(run, ema=recipe.run.ema is not None if ema is None else ema)
+    average = recipe.run.ema is not None if ema is None else ema
+    shipped = file_of_run(run, ema=average)
+    epochs = epochs_made(shipped, run, recipe)
+    loaded = load_trained(shipped, ema=average)
     weights = in_half(loaded.model.state_dict())
     loaded.model.load_state_dict(weights)  # the accuracy is to be that of the rounded weights
-    where = Path(data or recipe.data.path)
-    with Console(stderr=True).status("evaluating"):
-        result = evaluate(loaded, data or recipe.data.path, device=device, say=console.print)
     settings = to_dict(recipe)
+    check_same_model(loaded.model, name or recipe.model.name, settings["model"], recipe.data.size)
+    where = Path(data or recipe.data.path)
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)  # names of files are no markup
+    with Console(stderr=True).status("evaluating"):
+        result = evaluate(loaded, data or recipe.data.path, device=device, say=say)
     settings["data"]["path"] = where.name  # where it lay on this machine is nobody's business
     card = Card(
         classes=loaded.classes or [],
@@ -138,7 +160,7 @@ def ship_command(
         mean=recipe.data.mean,
         std=recipe.data.std,
         recipe=settings,
-        epochs=round(float(read_log(run / "train.csv")[-1]["epoch"]), 1),
+        epochs=epochs,
         top1=round(result.top1, 2),
         top5=round(result.top5, 2),
         images=result.images,
@@ -147,3 +169,17 @@ def ship_command(
     path = save_shipped(weights, name or recipe.model.name, card)
     console.print(f"top-1 {result.top1:.2f}, top-5 {result.top5:.2f}: {path.name}", highlight=False)
     console.print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)", highlight=False, soft_wrap=True)
+
+
+def epochs_made(file: Path, run: Path, recipe: Recipe) -> float:
+    """The epochs behind a file of a run: all of them for its weights, for a checkpoint those of its step."""
+    from sima_attn.train.logs import read_log
+
+    if file.suffix == ".safetensors":
+        return float(recipe.schedule.all_epochs)
+    log = run / "train.csv"
+    rows = read_log(log) if log.is_file() else []
+    if not rows:
+        raise ValueError(f"the run in {run} has logged no step yet ({log.name}): ship it when it has")
+    step = int(file.stem.removeprefix("step-"))  # the log may have gone on since, or be behind
+    return round(step * float(rows[-1]["epoch"]) / int(rows[-1]["step"]), 1)

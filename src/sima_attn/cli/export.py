@@ -186,11 +186,11 @@ def _read_images(folder: Path, prepare: "Preprocessing", raw: bool) -> Any:
     import numpy as np
     from PIL import Image
 
-    from sima_attn.train.data.sources import IMAGE_ENDINGS
+    from sima_attn.train.data.sources import IMAGE_ENDINGS, to_rgb
 
     files = sorted(path for path in folder.glob("*") if path.suffix.lower() in IMAGE_ENDINGS)
     if not files:
         raise FileNotFoundError(f"there are no images in {folder}")
     transform = prepare.transform()
-    photos = [Image.open(file).convert("RGB") for file in files]
+    photos = [to_rgb(Image.open(file)) for file in files]
     return [np.asarray(photo) if raw else transform(photo).numpy() for photo in photos]

@@ -101,16 +101,22 @@ def knn_command(
 ) -> None:
     """k-NN accuracy of frozen features: the val images among the training images."""
     check_installed()
+    from sima_attn._errors import unknown_name
     from sima_attn.bench.figures import check_can_plot
     from sima_attn.bench.rows import write_rows
     from sima_attn.bench.tables import TextTable
     from sima_attn.train.data.sources import class_words
-    from sima_attn.train.feature_map import plot_feature_map
+    from sima_attn.train.feature_map import MAPS, plot_feature_map
     from sima_attn.train.features import load_backbone
     from sima_attn.train.knn import knn_accuracy, plot_neighbours
 
-    if picture is not None or map_ is not None:
-        check_can_plot()
+    if method not in MAPS:
+        raise unknown_name("map", method, MAPS)
+    if not 0 < temperature < float("inf"):
+        raise ValueError(f"the temperature must be above 0, got {temperature}")
+    for figure in (picture, map_):
+        if figure is not None:
+            check_can_plot(figure)
     device = resolve_device(device)
     backbone = load_backbone(model, branch=branch)
     taking = _Taking(model, backbone, data, size, cache, dtype, batch, workers, device)
@@ -180,6 +186,8 @@ def linear_command(
 
     if features not in ("layers", "output"):
         raise unknown_name("features", features, ("layers", "output"))
+    if lr is not None and not 0 < lr < float("inf"):
+        raise ValueError(f"--lr must be above 0, got {lr}")
     if features == "output" and (layers is not None or not norm):
         raise ValueError("--layers and --no-norm are of --features layers; the output is what the model gives")
     device = resolve_device(device)
@@ -228,14 +236,20 @@ class _Taking:
         changes: dict[str, Any] = {"size": size, "workers": workers}
         self.data = replace(backbone.data, **{name: value for name, value in changes.items() if value is not None})
         where = Path(model) if Path(model).is_dir() else Path(model).parent if Path(model).is_file() else Path("runs")
+        where = where.parent if where.name == "checkpoints" else where
         self.folder = cache or where / "features"
+        self.taken: Source | None = None
         self.options: dict[str, Any] = {"dtype": dtype, "batch": batch, "device": device}
 
     def __call__(self, model: "nn.Module", split: str) -> "tuple[Source, Features]":
         from sima_attn.train.data import open_data
+        from sima_attn.train.data.sources import check_same_classes
         from sima_attn.train.features import extract, with_workers
 
         source = open_data(self.path, split)
+        if self.taken is not None:
+            check_same_classes(self.taken, source)
+        self.taken = source
         data = self.data if self.workers is not None else with_workers(self.data, len(source))
         with progress_bar() as bar:
             step = _moving(bar, f"features of {split}")

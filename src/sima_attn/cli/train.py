@@ -2,12 +2,14 @@
 
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from sima_attn._devices import resolve_device
 from sima_attn.cli._shared import console, print_table
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from sima_attn.train.engine import Finished
 
 app = typer.Typer()
+MOST_SHOWN = 12  # classes whose confusions fit on a screen
 CompileOption = Annotated[bool, typer.Option("--compile", help="Compile the model with torch.compile.")]
 CudaGraphOption = Annotated[
     bool, typer.Option("--cuda-graph", help="Record a step once and replay it: for small models, on one GPU.")
@@ -109,15 +112,24 @@ def eval_command(
     ],
     data: Annotated[str | None, typer.Option(help="Folder of the images, or digits; without it the run's.")] = None,
     size: Annotated[
-        list[int] | None, typer.Option(help="Image side in pixels; repeat for several. Without it the training size.")
+        list[int] | None,
+        typer.Option(help="Image side in pixels; repeat for several. Without it the training size.", min=1),
     ] = None,
     token_ref: Annotated[
         bool | None,
         typer.Option("--token-ref/--no-token-ref", help="Make up for other sizes; without it both, where they differ."),
     ] = None,
     ema: Annotated[bool, typer.Option("--ema", help="The average weights of a checkpoint.")] = False,
-    out: Annotated[Path | None, typer.Option(help="CSV file for the classes, of the last line printed.")] = None,
-    rows: Annotated[Path | None, typer.Option(help="CSV file with a row for each line printed.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="CSV file for the classes, of the last line printed.", dir_okay=False)
+    ] = None,
+    confusion: Annotated[
+        Path | None,
+        typer.Option(help="CSV file for what each class was taken for, of the last line printed.", dir_okay=False),
+    ] = None,
+    rows: Annotated[
+        Path | None, typer.Option(help="CSV file with a row for each line printed.", dir_okay=False)
+    ] = None,
     batch: Annotated[int, typer.Option(help="Images at a time.", min=1)] = 256,
     workers: Annotated[int | None, typer.Option(help="Processes that decode.", min=0)] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -126,6 +138,7 @@ def eval_command(
     check_installed()
     from sima_attn.bench.rows import processor_name, write_rows
     from sima_attn.bench.tables import TextTable
+    from sima_attn.models.pretrained import weights_file
     from sima_attn.train.evaluate import evaluate, load_trained
 
     device = resolve_device(device)
@@ -133,29 +146,42 @@ def eval_command(
     if data is None and not loaded.data.path:
         raise ValueError(f"{model} is a registered model: say with --data which images to evaluate it on")
     has_sima = any(hasattr(module, "token_ref") for module in loaded.model.modules())
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)  # names of files are no markup
     results = []
-    for side in size or [loaded.data.size]:
+    for side in dict.fromkeys(size or [loaded.data.size]):
         both = has_sima and side != loaded.data.size
         for use in [token_ref] if token_ref is not None else [False, True] if both else [False]:
             options = {"size": side, "token_ref": use, "batch": batch, "workers": workers, "device": device}
             with Console(stderr=True).status(f"{side} px"):
-                results.append(evaluate(loaded, data, say=console.print, **options))  # type: ignore[arg-type]
+                results.append(evaluate(loaded, data, say=say, **options))  # type: ignore[arg-type]
     lines = [
         [str(r.size), "yes" if r.token_ref else "no", f"{r.top1:.2f}", f"{r.top5:.2f}", f"{r.loss:.4f}", f"{r.images}"]
         for r in results
     ]
-    print_table(TextTable(["px", "token_ref", "top-1", "top-5", "loss", "images"], lines, set()), title=f"{model}")
+    table = TextTable(["px", "token_ref", "top-1", "top-5", "loss", "images"], lines, set())
+    print_table(table, title=escape(model))
+    if not loaded.data.path and not weights_file(model).is_file():
+        say(f"{model} comes without weights: this is chance")
     last = results[-1]
+    if len(last.rows) <= MOST_SHOWN:
+        names = [escape(row.name) for row in last.rows]
+        counts = [[name, *map(str, line)] for name, line in zip(names, last.confusion.tolist(), strict=True)]
+        print_table(
+            TextTable(["true", *names], counts, set()), title="images of each class by what they were taken for"
+        )
     for name, other, count in last.most_confused():
-        console.print(f"  {name} taken for {other}: {count}", highlight=False)
+        say(f"  {name} taken for {other}: {count}")
     if last.broken:
-        console.print(f"{last.broken} broken images were left out", highlight=False)
+        say(f"{last.broken} broken images were left out")
     if out is not None:
         write_rows(out, last.rows)
-        console.print(f"Classes: {out}", highlight=False)
+        say(f"Classes: {out}")
+    if confusion is not None:
+        last.write_confusion(confusion)
+        say(f"Confusions: {confusion}")
     if rows is not None:
         write_rows(rows, [result.as_row(Path(model).name, processor_name(device)) for result in results])
-        console.print(f"Rows: {rows}", highlight=False)
+        say(f"Rows: {rows}")
 
 
 @app.command("recipes")

@@ -21,6 +21,7 @@ from PIL import Image
 from torch import Tensor
 
 from sima_attn._files import written_whole
+from sima_attn.train.data.sources import to_rgb
 
 # Where the files of a split lie: COCO's own folders first.
 ANNOTATION_FILES = (
@@ -99,7 +100,8 @@ class CocoData:
     def read(self, index: int) -> Image.Image:
         """An image as RGB, whatever its mode."""
         record = self.images[index]
-        image = Image.open(self.name(index)).convert("RGB")
+        with Image.open(self.name(index)) as file:
+            image = to_rgb(file)
         if image.size != (record["width"], record["height"]):
             raise ValueError(f"{self.name(index)} has the size {image.size}, the annotations have another one")
         return image

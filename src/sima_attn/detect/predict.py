@@ -20,6 +20,7 @@ from torch import Tensor
 from sima_attn._files import written_whole
 from sima_attn.detect.mask_rcnn import SimaMaskRCNN
 from sima_attn.detect.weights import LoadedDetector
+from sima_attn.train.data.sources import to_rgb
 
 PHOTO_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff"}
 Rectangle = tuple[float, float, float, float]
@@ -44,7 +45,7 @@ class Detected(NamedTuple):
 def detect(model: SimaMaskRCNN, image: Image.Image, threshold: float = 0.5) -> Detected:
     """Objects on a photo whose score is not below the threshold; masks are True and False."""
     device = next(model.parameters()).device
-    found = model([to_tensor(image.convert("RGB")).to(device).float() / 255])[0]
+    found = model([to_tensor(to_rgb(image)).to(device).float() / 255])[0]
     kept = found["scores"] >= threshold
     masks = found["masks"][kept, 0] > 0.5
     return Detected(*(x.cpu() for x in (found["boxes"][kept], found["labels"][kept], found["scores"][kept], masks)))
@@ -52,7 +53,7 @@ def detect(model: SimaMaskRCNN, image: Image.Image, threshold: float = 0.5) -> D
 
 def draw(image: Image.Image, found: Detected, classes: Sequence[str]) -> Image.Image:
     """The photo with masks, boxes, class names and scores; one colour a class."""
-    pixels = np.array(image.convert("RGB")).astype(np.float32)
+    pixels = np.array(to_rgb(image)).astype(np.float32)
     sides = found.boxes[:, 2:] - found.boxes[:, :2]
     by_size = sides.prod(dim=1).argsort(descending=True).tolist()  # the small ones last, on top of the large
     for i in by_size:
@@ -156,8 +157,8 @@ def predict_photos(
     for done, photo in enumerate(photos, start=1):
         try:
             with Image.open(photo) as file:
-                image = file.convert("RGB")
-        except OSError as error:
+                image = to_rgb(file)
+        except (OSError, ValueError) as error:
             say(f"{photo} cannot be read and is left out: {error}")
             continue
         finally:

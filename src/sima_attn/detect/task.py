@@ -122,6 +122,11 @@ class Detection(Task):
             ]
             yield Batch(images, targets)
 
+    def after_step(self, step: int) -> None:
+        """Broken images of all processes, named as often as numbers are logged."""
+        if step % self.recipe.run.log_steps == 0:
+            self.broken.gather()
+
     def loss(self, model: Callable[..., Any], batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """The sum of Mask R-CNN's five losses, and each of them."""
         losses = model(*batch)
@@ -207,6 +212,7 @@ def predict_results(
                 results += to_results(data.images[index]["id"], detections, data.category_ids)
                 seen.append(data.images[index]["id"])
         on_step(done, len(parts))
+    broken.gather()
     model.train(was_training)
     return results, seen
 

@@ -21,7 +21,7 @@ import sima_attn.models  # noqa: F401  registers our names with timm
 from sima_attn.conversion.huggingface import is_pretrained_model
 from sima_attn.explain.reading import Reading, read_attention
 from sima_attn.nn.token_ref import sima_modules, trained_at
-from sima_attn.train.data.sources import IMAGE_ENDINGS
+from sima_attn.train.data.sources import IMAGE_ENDINGS, to_rgb
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -76,11 +76,11 @@ class Subject:
         return rows * self.multiple, max(1, round(tokens / rows)) * self.multiple
 
     def prepare(self, photo: Image, size: int | None = None) -> Tensor:
-        """An RGB photo -> normalised image [1, 3, height, width], on the CPU; `size` as that of a square photo."""
+        """A photo -> normalised image [1, 3, height, width], on the CPU; `size` as that of a square photo."""
         from PIL import Image
 
         height, width = self.input_size(*photo.size, size)
-        resized = photo.convert("RGB").resize((width, height), Image.Resampling.BICUBIC)
+        resized = to_rgb(photo).resize((width, height), Image.Resampling.BICUBIC)
         pixels = torch.from_numpy(np.asarray(resized, dtype=np.float32) / 255).permute(2, 0, 1)[None]  # [1, 3, h, w]
         mean, std = (torch.tensor(values, dtype=torch.float32)[:, None, None] for values in (self.mean, self.std))
         return (pixels - mean) / std
@@ -109,10 +109,10 @@ def open_photo(path: str | Path) -> Image:
 
     try:
         with Image.open(path) as image:
-            return ImageOps.exif_transpose(image).convert("RGB")
+            return to_rgb(ImageOps.exif_transpose(image))
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no photo {path}") from None
-    except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
+    except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise ValueError(f"{path} cannot be read as an image: {error}") from None
 
 

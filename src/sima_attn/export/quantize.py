@@ -117,7 +117,7 @@ def open_images(
     """
     from PIL import Image
 
-    from sima_attn.train.data.sources import IMAGE_ENDINGS, open_data
+    from sima_attn.train.data.sources import IMAGE_ENDINGS, open_data, to_rgb
 
     if "preprocessing" not in metadata:
         raise ValueError("the file does not say how its images are prepared: export it again with `sima export`")
@@ -137,7 +137,7 @@ def open_images(
 
     def read(index: int) -> np.ndarray:
         place = int(chosen[index])
-        image = Image.open(files[place]).convert("RGB") if source is None else source.read(place)
+        image = to_rgb(Image.open(files[place])) if source is None else source.read(place)
         return np.asarray(image) if raw else transform(image).numpy()
 
     return Images(read, len(chosen), None if source is None else source.labels[chosen].tolist())

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from sima_attn._errors import unknown_name
 from sima_attn._files import written_whole
 
 WEIGHTS = Path(__file__).parents[1] / "weights"
@@ -50,11 +51,14 @@ class Card:
 
     def timm_cfg(self) -> dict[str, Any]:
         """The card in the fields of timm's pretrained configuration."""
+        data = self.recipe.get("data", {})
         return {
             "num_classes": len(self.classes),
             "input_size": (3, self.size, self.size),
             "mean": tuple(self.mean),
             "std": tuple(self.std),
+            "crop_pct": data.get("crop_ratio", 1.0),
+            "interpolation": data.get("interpolation", "bicubic"),
             "label_names": tuple(self.classes),
             "label_descriptions": dict(self.words),
             "description": f"{self.top1:.1f} % top-1 on {self.images} val images. {self.terms}",
@@ -100,6 +104,56 @@ def in_half(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if not torch.isfinite(tensor).all():
             raise ValueError(f"{name} does not fit float16: its greatest value is {weights[name].abs().max():g}")
     return halved
+
+
+def check_same_model(model: nn.Module, name: str, settings: Mapping[str, Any], size: int) -> None:
+    """Raise unless the model that `timm.create_model(name)` builds gives, with the weights of `model`, its logits.
+
+    Equal shapes are not enough: another attention or activation has the same ones.
+
+    Args:
+        model: The trained model, on the CPU in float32.
+        settings: The group `model` of its recipe, to say what differs.
+        size: Side in pixels of the random images that both are shown.
+    """
+    import timm
+
+    known = timm.list_models("sima_*")  # no other model looks for weights in the package
+    if name not in known:
+        raise unknown_name("model of this package", name, known)
+    K = model.num_classes
+    plain: Any = timm.create_model(name, num_classes=K)
+    if _same_logits(model, plain, size):
+        return
+    # One at a time: a setting that alone makes another model of that name is one that differs.
+    own = plain.pretrained_cfg["input_size"][-1]
+    given = {} if settings["attention"] is None else {"attention": settings["attention"]}
+    given |= {f"kwargs.{key}": value for key, value in settings["kwargs"].items()}
+    differ = [] if settings["name"] == name else [f"model.name={settings['name']}"]
+    for key, value in given.items():
+        try:
+            other = timm.create_model(name, num_classes=K, **{key.removeprefix("kwargs."): value})
+        except (TypeError, ValueError, AssertionError):  # it needs another setting beside it
+            other = None
+        if other is None or not _same_logits(plain, other, own):
+            differ.append(f"model.{key}={value}")
+    raise ValueError(
+        f"the run's model is not {name} as pretrained=True builds it: with the same weights the outputs differ. "
+        f"Settings of the run that are not the name's own: {', '.join(differ) or 'none that can be told'}. Train "
+        "without them, or give the name of a model that has them"
+    )
+
+
+@torch.no_grad()
+def _same_logits(one: nn.Module, other: nn.Module, size: int) -> bool:
+    """Whether the other model takes the weights of the one and gives its logits, but for the order of float32 sums."""
+    images = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0))
+    try:
+        other.load_state_dict(one.state_dict())
+        first, second = one.eval()(images), other.eval()(images)  # [2, K]
+    except (RuntimeError, ValueError, AssertionError):  # such weights, or images, it does not take
+        return False
+    return bool((first - second).abs().max() <= 1e-5 * first.abs().max())
 
 
 def save_shipped(weights: Mapping[str, Tensor], name: str, card: Card) -> Path:

@@ -11,7 +11,7 @@ from pathlib import Path
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from sima_attn.serve.limits import Limits, Refusal
-from sima_attn.train.data.sources import IMAGE_ENDINGS
+from sima_attn.train.data.sources import IMAGE_ENDINGS, to_rgb
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 DRAWN = 1024  # more pixels a side than any model is shown
@@ -53,7 +53,7 @@ def decode(data: bytes, limits: Limits) -> Image.Image:
             upright = upright.convert("RGBA")
             white = Image.new("RGBA", upright.size, (255, 255, 255, 255))
             upright = Image.alpha_composite(white, upright)
-        upright = upright.convert("RGB")
+        upright = to_rgb(upright)
         upright.thumbnail((DRAWN, DRAWN))
     except Exception:  # as above, in the pixels
         raise Refusal(422, "the photo is broken: its pixels cannot be decoded") from None

@@ -140,6 +140,11 @@ class Classification(Task):
         loss = F.cross_entropy(logits, labels, label_smoothing=self.recipe.augment.smoothing)
         return loss, {"top1": 100 * (logits.argmax(1) == labels).float().mean()}
 
+    def after_step(self, step: int) -> None:
+        """Broken images of all processes, named as often as numbers are logged."""
+        if self.cache is None and step % self.recipe.run.log_steps == 0:  # every process decodes the whole cache
+            self.broken.gather()
+
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """top1 and top5 in percent, and the loss, over all processes."""
         share = self.share
@@ -160,6 +165,8 @@ class Classification(Task):
                 world=share.world,
             )
         totals = count_correct(model, batches, autocast=self.fabric.autocast)
+        for broken in (self.broken, self.broken_val):
+            broken.gather()
         if share.world > 1:
             totals = self.fabric.all_reduce(totals.to(self.fabric.device), reduce_op="sum")  # type: ignore[assignment]
         top1, top5, loss, images = totals.tolist()

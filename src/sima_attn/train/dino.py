@@ -217,6 +217,12 @@ class Dino(Task):
         self.source = open_data(recipe.data.path, "train")
         self.classes = self.source.classes
         self.share = Share(recipe.run.batch, fabric.global_rank, fabric.world_size, recipe.run.accumulate)
+        images = recipe.run.batch // (fabric.world_size * recipe.run.accumulate)
+        if images * recipe.crops.global_count < 2:
+            raise ValueError(
+                "a pass of one image with one global crop gives the teacher nothing to tell apart: raise run.batch or "
+                "crops.global_count, or lower run.accumulate"
+            )
         self.steps_per_epoch = steps_per_epoch(self.source, self.share)
         self.total = recipe.schedule.all_epochs * self.steps_per_epoch
         self.broken = BrokenImages(self.source, progress.say)
@@ -319,6 +325,8 @@ class Dino(Task):
         """Teacher and centre follow; a teacher that says the same of every image ends the run."""
         momentum = cosine(self.recipe.distill.momentum, 1.0, step - 1, self.total)
         move_teacher(self.following, self.followed, momentum)
+        if self.cache is None and step % self.recipe.run.log_steps == 0:
+            self.broken.gather()
         seen = self.seen / self.recipe.run.accumulate
         if self.fabric.world_size > 1:
             seen = self.fabric.all_reduce(seen, reduce_op="mean")  # type: ignore[assignment]

@@ -230,9 +230,8 @@ def make_dino_run(
     folder = RunFolder(out / run.folder)
     done = folder.path / "results.csv"
     recipe = dino_recipe(run, data, on_gpu=device == "cuda")
-    if done.exists():
-        if run.weights != RANDOM:  # of these images, not of others that were in this place before
-            folder.check_finished(supervised_recipe(recipe) if run.weights == SUPERVISED else recipe)
+    if done.exists():  # of these images, not of others that were in this place before
+        folder.check_finished(supervised_recipe(recipe) if run.weights == SUPERVISED else recipe)
         return read_rows(done, DinoResultRow)[0]
     dino_recipes.check(recipe)
     decoded = {} if decoded is None else decoded
@@ -299,6 +298,8 @@ def _train(run: DinoRun, recipe: DinoRecipe, folder: Any, *, device: str, quiet:
         train_dino(recipe, folder.path, decoded=decoded, **options)
     elif run.weights == SUPERVISED:
         train_classifier(supervised_recipe(recipe), folder.path, **options)
+    else:
+        folder.write_recipe(recipe)
 
 
 def make_dino_runs(

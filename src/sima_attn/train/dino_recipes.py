@@ -274,14 +274,18 @@ def check(recipe: DinoRecipe) -> None:
     ):
         if not 0 <= share <= 1:
             raise ValueError(f"{where} must lie between 0 and 1, got {share}")
+    recipes.at_least(0, {"distill.weight_decay_end": distill.weight_decay_end, "crops.strength": min(crops.strength)})
+    if crops.strength[3] > 0.5:
+        raise ValueError(f"the hue, the last of crops.strength, must be at most 0.5, got {crops.strength[3]}")
     for where, temperature in (
         ("distill.student_temp", distill.student_temp),
         ("distill.teacher_temp", distill.teacher_temp),
         ("distill.teacher_temp_start", distill.teacher_temp_start),
         ("probe.temperature", probe.temperature),
         ("distill.clip", 1.0 if distill.clip is None else distill.clip),
+        ("probe.lr", probe.lr),
     ):
-        if temperature <= 0:
+        if not 0 < temperature < float("inf"):
             raise ValueError(f"{where} must be above 0, got {temperature}")
     if 0 < probe.bank < probe.k:
         raise ValueError(f"probe.bank={probe.bank} images have no {probe.k} neighbours; make it larger, or 0")

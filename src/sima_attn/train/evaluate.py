@@ -5,6 +5,7 @@ Shapes: B batch, K classes.
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sima_attn._files import written_whole
 from sima_attn.bench.rows import today
 from sima_attn.models.pretrained import weights_file
 from sima_attn.nn.token_ref import trained_at
@@ -25,7 +27,7 @@ from sima_attn.train.checkpoint import checkpoints, load_checkpoint
 from sima_attn.train.classify import build_model
 from sima_attn.train.data import Source, open_data
 from sima_attn.train.data.loader import Batch, BrokenImages, evaluation_batches
-from sima_attn.train.recipes import Data
+from sima_attn.train.recipes import Data, Recipe
 from sima_attn.train.run import RunFolder
 
 
@@ -85,6 +87,14 @@ class Evaluation(NamedTuple):
         pairs = zip(values.tolist(), places.tolist(), strict=True)
         return [(self.rows[p // K].name, self.rows[p % K].name, n) for n, p in pairs if n]
 
+    def write_confusion(self, path: Path) -> None:
+        """The confusions as a CSV file: a row for each true class, a column for each class it was taken for."""
+        names = [row.name for row in self.rows]
+        with written_whole(path) as temporary, open(temporary, "w", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(["true", *names])
+            writer.writerows([name, *counts] for name, counts in zip(names, self.confusion.tolist(), strict=True))
+
     def as_row(self, model: str, device: str) -> EvaluationRow:
         """Its numbers, under the names of the model and of what it ran on."""
         top1, top5, loss = round(self.top1, 3), round(self.top5, 3), round(self.loss, 4)
@@ -101,28 +111,19 @@ def load_trained(what: str | Path, *, ema: bool = False, num_classes: int | None
     """
     path = Path(what)
     if path.is_dir():
-        folder = RunFolder(path)
-        folder.read_recipe()
-        found = checkpoints(folder.checkpoints)
-        if not found and not folder.weights.exists():
-            raise FileNotFoundError(f"the run in {path} has no checkpoint yet")
-        path = folder.weights if folder.weights.exists() and not ema else found[0]
+        RunFolder(path).read_recipe()
+        path = file_of_run(path, ema=ema)
     if path.suffix == ".safetensors" and path.is_file():
         if ema:
             raise ValueError(f"{path} holds one set of weights; the average is in the run's checkpoints")
-        from safetensors import safe_open
-        from safetensors.torch import load_file
-
-        with safe_open(path, "pt") as file:
-            about = json.loads((file.metadata() or {}).get("about", "{}"))
-        if not about:
-            raise ValueError(f"{path} was not written by a run of `sima train`: it does not say which model it is")
-        return _loaded(about, load_file(path))
+        return _loaded(path, *read_weights(path))
     if path.suffix == ".pt":
         state = load_checkpoint(path)
+        if not isinstance(state, dict) or not {"about", "model", "ema"} <= state.keys():
+            raise ValueError(_not_ours(path))
         if ema and state["ema"] is None:
             raise ValueError(f"the run of {path} kept no average weights; set run.ema for that")
-        return _loaded(state["about"], state["ema" if ema else "model"])
+        return _loaded(path, state["about"], state["ema" if ema else "model"])
     if not timm.is_model(str(what)):
         raise ValueError(
             f"{what} is neither a run's folder, a checkpoint (.pt), weights (.safetensors) nor a model that timm knows"
@@ -131,20 +132,72 @@ def load_trained(what: str | Path, *, ema: bool = False, num_classes: int | None
         raise ValueError("average weights are in checkpoints; a registered model has none")
     kwargs: dict[str, Any] = {} if num_classes is None else {"num_classes": num_classes}
     # A model that comes with weights is meant with them.
-    model: Any = timm.create_model(str(what), pretrained=weights_file(str(what)).is_file(), **kwargs)
+    trained = weights_file(str(what)).is_file()
+    model: Any = timm.create_model(str(what), pretrained=trained, **kwargs)
     cfg = model.pretrained_cfg
-    data = Data("", size=cfg["input_size"][-1], mean=cfg["mean"], std=cfg["std"], workers=0)
-    return Loaded(model, data, None)
+    made: dict[str, Any] = {
+        "crop_ratio": cfg.get("crop_pct") or 1.0,
+        "interpolation": cfg.get("interpolation") or "bicubic",
+    }
+    data = Data("", size=cfg["input_size"][-1], mean=cfg["mean"], std=cfg["std"], workers=0, **made)
+    names = cfg.get("label_names") or ()
+    # With another number of classes its head is a new one, which knows nothing of the names.
+    return Loaded(model, data, list(names) if trained and len(names) == model.num_classes else None)
 
 
-def _loaded(about: dict[str, Any], weights: dict[str, Tensor]) -> Loaded:
+def file_of_run(run: Path, *, ema: bool = False) -> Path:
+    """The weights of a run, or its newest checkpoint: while it runs, and for the average weights."""
+    folder = RunFolder(run)
+    found = checkpoints(folder.checkpoints)
+    if folder.weights.exists() and not ema:
+        return folder.weights
+    if found:
+        return found[0]
+    if folder.weights.exists():
+        raise FileNotFoundError(
+            f"the run in {run} has no checkpoints, which alone hold the average weights; its last weights are "
+            "there: leave out --ema (with `sima ship`: --no-ema)"
+        )
+    raise FileNotFoundError(f"the run in {run} has no checkpoint yet")
+
+
+def read_weights(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What a file of weights says of itself, and the weights."""
+    from safetensors import SafetensorError, safe_open
+    from safetensors.torch import load_file
+
+    try:
+        with safe_open(path, "pt") as file:
+            about = json.loads((file.metadata() or {}).get("about", "{}"))
+        return about, load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} cannot be read as weights (.safetensors): {error}") from error
+    except json.JSONDecodeError:
+        raise ValueError(_not_ours(path)) from None
+
+
+def _not_ours(path: Path) -> str:
+    return f"{path} was not written by a run of `sima train`: it does not say which model it is"
+
+
+def _loaded(path: Path, about: Any, weights: dict[str, Tensor]) -> Loaded:
+    if not isinstance(about, dict):
+        raise ValueError(_not_ours(path))
     if about.get("task") == "dino":
         raise ValueError("a run of `sima dino` has features and no classes; `sima knn` and `sima linear` measure them")
     if "detector" in about:
         raise ValueError("this is a run of `sima detect train`; `sima detect eval` measures it")
-    recipe = recipes.from_dict(recipes.Recipe, about["recipe"])
-    model = build_model(recipe.model, len(about["classes"]))
-    model.load_state_dict(weights)
+    if not {"recipe", "classes"} <= about.keys():
+        raise ValueError(_not_ours(path))
+    recipe = recipes.from_dict(Recipe, about["recipe"])
+    model: Any = build_model(recipe.model, len(about["classes"]))
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise ValueError(f"the weights in {path} are not those of its recipe: {' '.join(str(error).split())}") from None
+    # What timm would say of the model is how others are trained; this one takes images as the run made them.
+    made = {"crop_pct": recipe.data.crop_ratio, "interpolation": recipe.data.interpolation}
+    model.pretrained_cfg = {**model.pretrained_cfg, **made}
     return Loaded(model, recipe.data, about["classes"])
 
 
@@ -164,8 +217,10 @@ def evaluate(
 
     `token_ref` makes up for the shrinking of SimA's output at another number of tokens than at the training size.
     """
+    if size is not None and size < 1:
+        raise ValueError(f"size must be at least 1 px, got {size}")
     source = open_data(data if data is not None else loaded.data.path, split)
-    settings = replace(loaded.data, size=size or loaded.data.size)
+    settings = replace(loaded.data, size=loaded.data.size if size is None else size)
     if workers is not None:
         settings = replace(settings, workers=workers)
     model = loaded.model.to(device).eval()
@@ -193,12 +248,21 @@ def evaluate(
 
 def _check_classes(loaded: Loaded, source: Source, model: nn.Module) -> None:
     if loaded.classes is not None and loaded.classes != source.classes:
+        ours, theirs = loaded.classes, source.classes
+        missing, foreign = [c for c in ours if c not in set(theirs)], [c for c in theirs if c not in set(ours)]
+        parts = [f"only the model has {_few(missing)}"] if missing else []
+        parts += [f"only the data have {_few(foreign)}"] if foreign else []
         raise ValueError(
-            f"the model was trained on {len(loaded.classes)} classes ({', '.join(loaded.classes[:3])}, ...), these "
-            f"data have {len(source.classes)} ({', '.join(source.classes[:3])}, ...): the numbers would mean nothing"
+            f"the model was trained on {len(ours)} classes, these data have {len(theirs)}: "
+            f"{'; '.join(parts) or 'the same names in another order'}. The numbers would mean nothing; evaluate it on "
+            "data with its classes"
         )
     if getattr(model, "num_classes", len(source.classes)) != len(source.classes):
         raise ValueError(f"the model has {model.num_classes} classes, the data have {len(source.classes)}")
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 @torch.no_grad()

@@ -6,10 +6,10 @@ Shapes: B batch, n images, N tokens, C channels, W width of the features.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from sima_attn.train.data.cache import Cache, normalise
 from sima_attn.train.data.loader import BrokenImages, evaluation_batches, seed_everything
 from sima_attn.train.data.sources import Source
 from sima_attn.train.dino_recipes import DinoRecipe, Probe
-from sima_attn.train.evaluate import load_trained
+from sima_attn.train.evaluate import load_trained, read_weights
 from sima_attn.train.recipes import Data
 from sima_attn.train.run import RunFolder
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 BRANCHES = ("teacher", "student")
 FEW_IMAGES, MOST_WORKERS = 4096, 16  # so many are decoded before a process to decode them has started
 DTYPES = ("float16", "float32")
+TAKING = ".taking-"  # begins the names of folders that features are being written to
 
 
 class Subset(Source):
@@ -128,20 +129,16 @@ def _file_of_run(folder: RunFolder, branch: str) -> Path:
 def _read(path: Path, branch: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What a file says of itself, and for one of `sima dino` the weights of a backbone; nothing for a model's name."""
     if path.suffix == ".safetensors" and path.is_file():
-        from safetensors import safe_open
-        from safetensors.torch import load_file
-
-        with safe_open(path, "pt") as file:
-            about = json.loads((file.metadata() or {}).get("about", "{}"))
+        about, weights = read_weights(path)
         if about.get("task") == "dino" and branch == "student":
             raise ValueError(f"{path} holds the teacher; the student is in the run's checkpoints")
-        return about, load_file(path)
+        return about, weights
     if path.suffix != ".pt":
         return {}, {}
     state = load_checkpoint(path)
-    about = state["about"]
-    if about.get("task") != "dino":
-        return about, {}
+    about = state.get("about", {}) if isinstance(state, dict) else {}
+    if not isinstance(about, dict) or about.get("task") != "dino":
+        return {}, {}  # `load_trained` takes it, or says why it cannot
     weights = state["model"] if branch == "student" else state["task"]["teacher"]
     prefix = "backbone."
     return about, {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
@@ -282,16 +279,26 @@ def extract(
     kept = folder / key_of(model, source, data, f"{about} {dtype}")
     if not kept.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(dir=folder, prefix=".taking-"))
+        _remove_abandoned(folder)
+        temporary = Path(tempfile.mkdtemp(dir=folder, prefix=TAKING))
         try:
             _take(model, source, data, temporary, np.dtype(dtype), batch, torch.device(device), say, on_step)
             os.replace(temporary, kept)  # whole, or not there
-        except BaseException:
-            shutil.rmtree(temporary)
-            raise
+        except OSError:
+            if not kept.is_dir():  # if it is, another command that took the same was faster
+                raise
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
     indices = np.load(kept / "indices.npy")
     values = np.load(kept / "values.npy", mmap_mode="r")[: len(indices)]
     return Features(values, np.load(kept / "labels.npy"), indices, source.classes)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove what killed commands left; a day is longer than any extraction goes without writing."""
+    for left in folder.glob(f"{TAKING}*"):
+        if max((path.stat().st_mtime for path in [left, *left.iterdir()]), default=0) < time.time() - 86400:
+            shutil.rmtree(left, ignore_errors=True)
 
 
 @torch.no_grad()

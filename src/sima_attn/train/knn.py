@@ -8,6 +8,7 @@ Shapes: n queries, m images in the bank, W width of the features, K classes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,8 +79,12 @@ def nearest(
 
 
 def votes(cosines: Tensor, labels: Tensor, classes: int, temperature: float = 0.07) -> Tensor:
-    """Cosines and labels [n, k] of the neighbours -> scores [n, K]."""
-    return torch.zeros(len(cosines), classes).scatter_add_(1, labels, (cosines / temperature).exp())
+    """Cosines and labels [n, k] of the neighbours -> scores [n, K], in which the nearest one counts 1.
+
+    Which class has most does not change with that unit, and at a low temperature exp(cosine / T) would be infinite.
+    """
+    weights = ((cosines - cosines.amax(1, keepdim=True)) / temperature).exp()
+    return torch.zeros(len(cosines), classes).scatter_add_(1, labels, weights)
 
 
 def knn_accuracy(
@@ -136,7 +141,7 @@ def _check_vote(k: Sequence[int], temperature: float, bank: int) -> None:
     for count in k:
         if not 1 <= count <= bank:
             raise ValueError(f"k must lie between 1 and the {bank} images of the bank, got {count}; make it smaller")
-    if temperature <= 0:
+    if not 0 < temperature < math.inf:
         raise ValueError(f"the temperature must be above 0, got {temperature}")
 
 

@@ -82,6 +82,7 @@ class KnnProbe:
             with self.fabric.autocast():
                 features.append(backbone(images).float())
             labels.append(numbers)
+        broken.gather()
         if not features:
             raise ValueError(f"process {self.share.rank} has none of the {len(source)} images to look at; use fewer")
         return torch.cat(features), torch.cat(labels)

@@ -65,4 +65,5 @@ class RunProgress:
     def evaluated(self, epoch: float, metrics: Mapping[str, float]) -> None:
         """A line with the numbers of an evaluation."""
         numbers = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items() if name != "images")
-        self.say(f"epoch {epoch:g}: {numbers}")
+        if numbers:
+            self.say(f"epoch {epoch:g}: {numbers}")

@@ -11,7 +11,7 @@ import contextlib
 import platform
 import subprocess
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -103,7 +103,13 @@ class RunFolder:
         if not self.recipe_file.is_file():
             raise FileNotFoundError(f"there is no run in {self.path}: {self.recipe_file.name} is missing")
         try:
-            return from_dict(kind, yaml.safe_load(self.recipe_file.read_text())["recipe"])
+            values = yaml.safe_load(self.recipe_file.read_text())["recipe"]
+            if set(values) != {setting.name for setting in fields(kind)}:
+                raise ValueError(
+                    f"{self.path} holds another kind of run: its recipe has {', '.join(values)}, a {kind.__name__} has "
+                    f"{', '.join(setting.name for setting in fields(kind))}"
+                )
+            return from_dict(kind, values)
         except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{self.recipe_file} is damaged, no recipe can be read from it: {error}") from error
 

@@ -10,11 +10,12 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.utils.data import DataLoader, Dataset
 
 from sima_attn.train.data.sources import Source
@@ -156,7 +157,7 @@ class BrokenImages:
 
     def add(self, indices: list[int]) -> None:
         """Take note of samples that could not be read."""
-        for index in set(indices) - self.found:
+        for index in sorted(set(indices) - self.found):
             self.found.add(index)
             self.say(f"broken image, skipped ({len(self.found)} so far): {self.source.name(index)}")
         if len(self.found) > MOST_BROKEN * len(self.source):
@@ -164,6 +165,17 @@ class BrokenImages:
                 f"{len(self.found)} of {len(self.source)} images cannot be read, more than {MOST_BROKEN:.0%}; "
                 f"the last one: {self.source.name(max(self.found))}"
             )
+
+    def gather(self) -> None:
+        """Take note of what the other processes have found; all must call it.
+
+        Only the first process can be heard, and each one sees no more than its share.
+        """
+        if not (distributed.is_available() and distributed.is_initialized()):
+            return
+        parts: list[Any] = [None] * distributed.get_world_size()
+        distributed.all_gather_object(parts, sorted(self.found))
+        self.add([index for part in parts for index in part])
 
 
 class _Keys:
@@ -260,7 +272,24 @@ def training_transform(data: Data, augment: Augment) -> Callable[[Any], Tensor]:
         if augment.crop == "padded":
             steps.append(transforms.RandomCrop(data.size, padding=augment.padding))
         first = transforms.Compose([*steps, transforms.RandomHorizontalFlip(augment.flip)])
+    for step in second.transforms:
+        _keep_a_bit(step)
     return transforms.Compose([first, second, last])
+
+
+def _keep_a_bit(step: Any) -> None:
+    """Let the posterize operations of timm's RandAugment, AugMix or AutoAugment keep a bit or more.
+
+    With a magnitude of 10, to which noise takes that of 9 now and again, timm asks for 0 bits, which Pillow refuses.
+    """
+    several = getattr(step, "ops", [op for ops in getattr(step, "policy", []) for op in ops])
+    for op in several:
+        if op.name.startswith("Posterize"):
+            op.level_fn = partial(_a_bit_or_more, op.level_fn)
+
+
+def _a_bit_or_more(bits: Callable[[float, Any], tuple[int]], level: float, settings: Any) -> tuple[int]:
+    return (max(1, bits(level, settings)[0]),)
 
 
 def evaluation_transform(data: Data) -> Callable[[Any], Tensor]:

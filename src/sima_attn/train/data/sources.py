@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".gif", ".tif", ".tiff")
 SPLITS = {"train": ("train", "training"), "val": ("val", "validation", "valid", "test")}
+COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}  # by first bytes
 
 
 class Source(ABC):
@@ -111,10 +112,15 @@ def _check_labels(labels: np.ndarray, classes: Sequence[str], where: str) -> Non
 
 def _class_names(root: Path, labels: np.ndarray) -> list[str]:
     """Lines of classes.txt, or the numbers up to the greatest label."""
+    listed = _listed_classes(root)
+    return [str(k) for k in range(int(labels.max()) + 1)] if listed is None else listed
+
+
+def _listed_classes(root: Path) -> list[str] | None:
     listing = root / "classes.txt"
-    if listing.is_file():
-        return [line.split("\t")[0].strip() for line in listing.read_text().splitlines() if line.strip()]
-    return [str(k) for k in range(int(labels.max()) + 1)]
+    if not listing.is_file():
+        return None
+    return [line.split("\t")[0].strip() for line in listing.read_text().splitlines() if line.strip()]
 
 
 def class_words(root: Path | str) -> dict[str, str]:
@@ -130,7 +136,31 @@ def _decode(data: Any) -> Image:
     from PIL import Image
 
     with Image.open(data) as image:
-        return image.convert("RGB")  # grey, palette and transparent ones too
+        return to_rgb(image)
+
+
+def to_rgb(image: Image) -> Image:
+    """Any image in 8-bit RGB: grey, palette and transparent ones, and those of 16 bits, whole numbers or floats.
+
+    Pillow would clip the latter at 255 and make them white. Whole numbers up to 255 are taken for bytes and up to 65535
+    for 16 bits, floats up to 1 for shares of white and up to 255 for bytes; others raise.
+    """
+    if not image.mode.startswith("I;16") and image.mode not in ("I", "F"):
+        return image.convert("RGB")
+    from PIL.Image import fromarray
+
+    pixels = np.asarray(image)
+    low, high = pixels.min(), pixels.max()
+    if image.mode == "F":
+        if not (low >= 0 and high <= 255):  # so that NaN is refused too
+            raise ValueError(f"it has floats from {low:g} to {high:g}; 0 to 1 or 0 to 255 can be read: scale them")
+        pixels = np.rint(pixels * 255 if high <= 1 else pixels)
+    else:
+        if low < 0 or high > 65535:
+            raise ValueError(f"it has whole numbers from {low} to {high}; 0 to 65535 can be read: scale them")
+        if image.mode != "I" or high > 255:
+            pixels = pixels >> 8  # the high byte, as Pillow takes it of 16-bit colours
+    return fromarray(pixels.astype(np.uint8)).convert("RGB")
 
 
 class ClassFolders(Source):
@@ -159,12 +189,16 @@ class ClassFolders(Source):
 
 
 class Parquet(Source):
-    """Hugging Face's columns: image (a struct of bytes and path) and label. Row groups are the blocks."""
+    """Hugging Face's columns: image (a struct of bytes and path, or plain bytes) and label. Row groups are the blocks.
+
+    Labels are numbers, or names of classes that the schema or classes.txt lists.
+    """
 
     KEPT_BLOCKS = 16  # row groups in memory, in each process that reads
 
     def __init__(self, files: Sequence[Path], root: Path) -> None:
         try:
+            import pyarrow as pa
             import pyarrow.parquet as pq
         except ImportError:
             raise ValueError(
@@ -173,20 +207,29 @@ class Parquet(Source):
         self.files = list(files)
         self.groups: list[tuple[int, int]] = []  # (file, row group) of each block
         self.blocks = []
-        labels, names = [], None
+        columns, names = [], None
         for i, path in enumerate(self.files):
-            file = pq.ParquetFile(path)
+            try:
+                file = pq.ParquetFile(path)
+            except (pa.ArrowException, OSError) as error:
+                raise ValueError(f"{path} is no readable parquet file: {error}") from None
             missing = {"image", "label"} - set(file.schema_arrow.names)
             if missing:
                 raise ValueError(
                     f"{path} has no column {' or '.join(sorted(missing))}; it has {file.schema_arrow.names}"
                 )
+            _check_image_column(file.schema_arrow.field("image").type, path)
             names = names or _names_in_metadata(file.schema_arrow.metadata)
-            labels.append(file.read(columns=["label"])["label"].to_numpy())
+            try:
+                columns.append(file.read(columns=["label"])["label"])
+            except (pa.ArrowException, OSError) as error:
+                raise ValueError(f"the labels in {path} cannot be read: {error}") from None
             for group in range(file.metadata.num_row_groups):
                 self.groups.append((i, group))
                 self.blocks.append(file.metadata.row_group(group).num_rows)
-        self.labels = np.concatenate(labels).astype(np.int64)
+        names = names or _listed_classes(root)
+        labels = [_numbers(column, names, path, root) for column, path in zip(columns, self.files, strict=True)]
+        self.labels = np.concatenate(labels)
         if not len(self.labels):
             raise ValueError(f"there are no rows in {', '.join(map(str, files))}")
         self.classes = names or _class_names(root, self.labels)
@@ -214,7 +257,51 @@ class Parquet(Source):
             )["image"]
             if len(self._kept) > self.KEPT_BLOCKS:
                 self._kept.popitem(last=False)
-        return _decode(io.BytesIO(self._kept[block][row].as_py()["bytes"]))
+        cell = self._kept[block][row].as_py()
+        return _decode(io.BytesIO(cell["bytes"] if isinstance(cell, dict) else cell))
+
+
+def _check_image_column(kind: Any, path: Path) -> None:
+    from pyarrow import types
+
+    inside = [kind.field(i) for i in range(kind.num_fields)] if types.is_struct(kind) else []
+    stored = next((field.type for field in inside if field.name == "bytes"), kind)
+    if not (types.is_binary(stored) or types.is_large_binary(stored)):
+        raise ValueError(
+            f"the column image of {path} is of type {kind}; encoded images are needed, as binary or as a struct with "
+            "binary in its field bytes"
+        )
+
+
+def _numbers(column: Any, names: list[str] | None, path: Path, root: Path) -> np.ndarray:
+    """A column of labels as numbers [n]; strings are looked up in the names of the classes."""
+    import pyarrow as pa
+
+    if column.null_count:
+        raise ValueError(f"{column.null_count} of {len(column)} rows of {path} have no label; leave them out")
+    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        try:
+            return column.cast(pa.int64()).to_numpy()
+        except pa.ArrowException:  # fractions, lists
+            raise ValueError(
+                f"the column label of {path} is of type {column.type}, not all whole numbers; the number or the name "
+                "of a class is needed"
+            ) from None
+    words = column.to_pylist()
+    if names is None:
+        raise ValueError(
+            f"the column label of {path} has strings ({_few(sorted(set(words)))}), and nothing says which number each "
+            f"stands for; write the classes into {root / 'classes.txt'}, one a line"
+        )
+    known = {name: k for k, name in enumerate(names)}
+    unknown = sorted(set(words) - known.keys())
+    if unknown:
+        raise ValueError(
+            f"the column label of {path} has strings that are none of the {len(names)} classes ({_few(names)}): "
+            f"{_few(unknown)}"
+        )
+    return np.array([known[word] for word in words], dtype=np.int64)
 
 
 def _names_in_metadata(metadata: dict[bytes, bytes] | None) -> list[str] | None:
@@ -238,9 +325,15 @@ class TarShards(Source):
         for i, path in enumerate(self.files):
             before = len(labels)
             try:
-                with tarfile.open(path) as shard:
+                with tarfile.open(path, "r:") as shard:
                     self._index(i, shard, labels)
             except tarfile.TarError as error:
+                packed = _compression(path)
+                if packed:
+                    raise ValueError(
+                        f"{path} is compressed ({packed}), and images are read in place, which needs a plain tar file: "
+                        "decompress it"
+                    ) from None
                 raise ValueError(f"{path} is no readable tar file: {error}") from None
             self.blocks.append(len(labels) - before)
         if not labels:
@@ -281,6 +374,12 @@ class TarShards(Source):
         with open(self.files[shard], "rb") as file:
             file.seek(offset)
             return _decode(io.BytesIO(file.read(size)))
+
+
+def _compression(path: Path) -> str | None:
+    with open(path, "rb") as file:
+        first = file.read(8)
+    return next((name for start, name in COMPRESSED.items() if first.startswith(start)), None)
 
 
 def _label(text: bytes, ending: str, where: str) -> int:
