@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -725,3 +726,13 @@ def test_a_run_of_another_kind_is_named(data, tmp_path):
     RunFolder(tmp_path / "run").write_recipe(small_dino(data))
     with pytest.raises(ValueError, match=r"another kind of run: its recipe has .*distill.*, a Recipe has .*augment"):
         RunFolder(tmp_path / "run").read_recipe()
+
+
+def test_images_without_labels_are_enough(data, tmp_path):
+    flat = tmp_path / "flat" / "train"
+    flat.mkdir(parents=True)
+    for i, path in enumerate(sorted((data / "train").rglob("*.png"))):
+        shutil.copy(path, flat / f"{i}.png")
+    finished, _ = train(small_dino(tmp_path / "flat", "schedule.epochs=1", "probe.bank=0"), tmp_path / "run")
+    assert finished.steps > 0
+    assert load_backbone(tmp_path / "run").model(torch.randn(1, 3, 16, 16)).dim() == 2

@@ -358,6 +358,34 @@ def test_a_tar_without_labels_and_one_that_is_none_are_named(tmp_path):
         open_data(tmp_path)
 
 
+def test_images_without_labels_can_be_read_where_none_are_needed(folders, tmp_path):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    source = open_data(folders, "train")
+    contents = [path.read_bytes() for path in source.files]
+    for name in ("flat", "parquet", "tar"):
+        (tmp_path / name / "train").mkdir(parents=True)
+    for i, data in enumerate(contents):
+        (tmp_path / "flat" / "train" / f"{i:03d}.png").write_bytes(data)
+    pq.write_table(pa.table({"image": pa.array(contents)}), tmp_path / "parquet" / "train.parquet")
+    with tarfile.open(tmp_path / "tar" / "train.tar", "w") as tar:
+        for i, data in enumerate(contents):
+            member = tarfile.TarInfo(f"{i:03d}.png")
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    for name in ("flat", "parquet", "tar"):
+        with pytest.raises(ValueError, match=r"no class folders|no column label|has no label"):
+            open_data(tmp_path / name)
+        free = open_data(tmp_path / name, labelled=False)
+        assert free.classes == []
+        assert len(free) == len(source)
+        assert free.labels.tolist() == [0] * len(source)
+        assert all(np.array_equal(free.read(i), source.read(i)) for i in range(len(source)))
+    assert open_data(folders, labelled=False).classes == source.classes
+    (tmp_path / "empty" / "train").mkdir(parents=True)
+    with pytest.raises(ValueError, match="holds no images"):
+        open_data(tmp_path / "empty", labelled=False)
+
+
 @pytest.mark.parametrize("opened", ["gz", "bz2", "xz"])
 def test_a_compressed_tar_is_named(folders, tmp_path, opened):
     data = encoded(folders, "train")

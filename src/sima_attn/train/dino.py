@@ -214,7 +214,7 @@ class Dino(Task):
     ) -> None:
         self.recipe, self.fabric = recipe, fabric
         decoded = {} if decoded is None or not recipe.data.cache else decoded
-        self.source = open_data(recipe.data.path, "train")
+        self.source = open_data(recipe.data.path, "train", labelled=recipe.probe.bank > 0)
         self.classes = self.source.classes
         self.share = Share(recipe.run.batch, fabric.global_rank, fabric.world_size, recipe.run.accumulate)
         images = recipe.run.batch // (fabric.world_size * recipe.run.accumulate)

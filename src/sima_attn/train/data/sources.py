@@ -50,7 +50,7 @@ class Source(ABC):
         """The image, RGB. Whatever is wrong with it raises."""
 
 
-def open_data(path: str | Path, split: str = "train") -> Source:
+def open_data(path: str | Path, split: str = "train", *, labelled: bool = True) -> Source:
     """The images of a split ("train" or "val"), the format told from what is there.
 
     - "digits": scikit-learn's 1797 digits, a fifth of them val.
@@ -58,7 +58,9 @@ def open_data(path: str | Path, split: str = "train") -> Source:
     - `train-*.parquet`, `val-*.parquet` (or in folders train, val): Hugging Face's image and label columns.
     - `train-*.tar`, `val-*.tar` (or in folders): webdataset shards, members NAME.jpg with NAME.cls.
 
-    val may also be called validation, valid or test.
+    val may also be called validation, valid or test. Where `labelled` is False, for learning without labels, they may
+    be missing: images directly in train/, no column label, no member .cls. Then there are no classes, and all labels
+    are 0.
     """
     if split not in SPLITS:
         raise ValueError(f"split is 'train' or 'val', got {split!r}")
@@ -73,9 +75,9 @@ def open_data(path: str | Path, split: str = "train") -> Source:
             files = sorted([*root.glob(f"{alias}[-_.]*{ending}"), *root.glob(f"{alias}{ending}")])
             files = files or sorted((root / alias).glob(f"*{ending}"))
             if files:
-                return kind(files, root)
+                return kind(files, root, labelled)
         if (root / alias).is_dir():
-            return ClassFolders(root / alias)
+            return ClassFolders(root / alias, labelled)
     raise FileNotFoundError(
         f"{root} has no {split} images: neither a folder {split}/ with one folder a class, nor {split}-*.parquet, "
         f"nor {split}-*.tar"
@@ -166,13 +168,17 @@ def to_rgb(image: Image) -> Image:
 class ClassFolders(Source):
     """One folder a class, images at any depth in it; classes in the order of their names."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, labelled: bool = True) -> None:
         self.root = root
         self.classes = sorted(folder.name for folder in root.iterdir() if folder.is_dir())
-        if not self.classes:
-            raise ValueError(f"{root} holds no class folders: put the images in {root}/CLASS/")
         self.files: list[Path] = []
-        labels = []
+        if not self.classes and not labelled:
+            self.files = sorted(p for p in root.iterdir() if p.suffix.lower() in IMAGE_ENDINGS)
+        if not self.classes and not self.files:
+            if not labelled:
+                raise ValueError(f"{root} holds no images ({', '.join(IMAGE_ENDINGS)})")
+            raise ValueError(f"{root} holds no class folders: put the images in {root}/CLASS/")
+        labels = [0] * len(self.files)
         for label, name in enumerate(self.classes):
             found = sorted(p for p in (root / name).rglob("*") if p.suffix.lower() in IMAGE_ENDINGS)
             if not found:
@@ -196,7 +202,7 @@ class Parquet(Source):
 
     KEPT_BLOCKS = 16  # row groups in memory, in each process that reads
 
-    def __init__(self, files: Sequence[Path], root: Path) -> None:
+    def __init__(self, files: Sequence[Path], root: Path, labelled: bool = True) -> None:
         try:
             import pyarrow as pa
             import pyarrow.parquet as pq
@@ -213,7 +219,7 @@ class Parquet(Source):
                 file = pq.ParquetFile(path)
             except (pa.ArrowException, OSError) as error:
                 raise ValueError(f"{path} is no readable parquet file: {error}") from None
-            missing = {"image", "label"} - set(file.schema_arrow.names)
+            missing = {"image", *(["label"] if labelled else [])} - set(file.schema_arrow.names)
             if missing:
                 raise ValueError(
                     f"{path} has no column {' or '.join(sorted(missing))}; it has {file.schema_arrow.names}"
@@ -221,21 +227,24 @@ class Parquet(Source):
             _check_image_column(file.schema_arrow.field("image").type, path)
             names = names or _names_in_metadata(file.schema_arrow.metadata)
             try:
-                columns.append(file.read(columns=["label"])["label"])
+                columns += [file.read(columns=["label"])["label"]] if labelled else []
             except (pa.ArrowException, OSError) as error:
                 raise ValueError(f"the labels in {path} cannot be read: {error}") from None
             for group in range(file.metadata.num_row_groups):
                 self.groups.append((i, group))
                 self.blocks.append(file.metadata.row_group(group).num_rows)
+        if not sum(self.blocks):
+            raise ValueError(f"there are no rows in {', '.join(map(str, files))}")
+        self._starts = np.concatenate([[0], np.cumsum(self.blocks)])
+        self._kept: OrderedDict[int, Any] = OrderedDict()
+        if not labelled:
+            self.labels, self.classes = np.zeros(sum(self.blocks), dtype=np.int64), []
+            return
         names = names or _listed_classes(root)
         labels = [_numbers(column, names, path, root) for column, path in zip(columns, self.files, strict=True)]
         self.labels = np.concatenate(labels)
-        if not len(self.labels):
-            raise ValueError(f"there are no rows in {', '.join(map(str, files))}")
         self.classes = names or _class_names(root, self.labels)
         _check_labels(self.labels, self.classes, str(root))
-        self._starts = np.concatenate([[0], np.cumsum(self.blocks)])
-        self._kept: OrderedDict[int, Any] = OrderedDict()
 
     def _row(self, index: int) -> tuple[int, int]:
         block = int(np.searchsorted(self._starts, index, side="right")) - 1
@@ -317,8 +326,8 @@ class TarShards(Source):
     ({"label": number}); class names are the lines of classes.txt beside the shards, where there is one.
     """
 
-    def __init__(self, files: Sequence[Path], root: Path) -> None:
-        self.files = list(files)
+    def __init__(self, files: Sequence[Path], root: Path, labelled: bool = True) -> None:
+        self.files, self.labelled = list(files), labelled
         self.blocks = []
         self.members: list[tuple[int, str, int, int]] = []  # shard, name, offset, size
         labels: list[int] = []
@@ -337,10 +346,12 @@ class TarShards(Source):
                 raise ValueError(f"{path} is no readable tar file: {error}") from None
             self.blocks.append(len(labels) - before)
         if not labels:
-            raise ValueError(
-                f"there are no images with labels (NAME.jpg with NAME.cls) in {_few([str(f) for f in files])}"
-            )
+            kind = "images with labels (NAME.jpg with NAME.cls)" if labelled else "images"
+            raise ValueError(f"there are no {kind} in {_few([str(f) for f in files])}")
         self.labels = np.array(labels)
+        if not labelled:
+            self.classes = []
+            return
         self.classes = _class_names(root, self.labels)
         _check_labels(self.labels, self.classes, str(root))
 
@@ -352,18 +363,18 @@ class TarShards(Source):
             sample = found.setdefault(f"{folder}/{stem}", {})
             if f".{ending.lower()}" in IMAGE_ENDINGS:
                 sample["image"] = (i, member.name, member.offset_data, member.size)
-            elif ending in ("cls", "json"):
+            elif ending in ("cls", "json") and self.labelled:
                 text = shard.extractfile(member).read()  # type: ignore[union-attr]
                 sample["label"] = _label(text, ending, f"{member.name} in {self.files[i]}")
         for key, sample in found.items():
             if "image" not in sample:
                 continue
-            if "label" not in sample:
+            if self.labelled and "label" not in sample:
                 raise ValueError(
                     f"{key.lstrip('/')} in {self.files[i]} has no label: a member .cls or .json is missing"
                 )
             self.members.append(sample["image"])
-            labels.append(sample["label"])
+            labels.append(sample.get("label", 0))
 
     def name(self, index: int) -> str:
         shard, name, _, _ = self.members[index]
