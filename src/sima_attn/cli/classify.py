@@ -70,17 +70,7 @@ def trained_subject(model: str | None, *, device: str = "cpu") -> Subject:
     """The model to classify with; one whose weights are random is an error."""
     from sima_attn.explain.subject import load_subject
 
-    try:
-        subject = load_subject(model, device=device)
-    except (ValueError, FileNotFoundError):
-        raise
-    except Exception as error:  # whatever torch and safetensors say of a file that is none of theirs
-        name, _, file = (model or "").partition("=")
-        if not file:
-            raise
-        raise ValueError(
-            f"{file} cannot be read as weights of {name}: give a .safetensors file, or a .pth that holds tensors alone"
-        ) from error
+    subject = load_subject(model, device=device)
     if not subject.trained:
         what = f"{model} has no trained weights" if model else "no weights come with this version of the package"
         raise ValueError(f"{what}: train a model with `sima train` and give its folder with --model")

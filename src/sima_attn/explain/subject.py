@@ -178,13 +178,7 @@ def _with_weights(name: str, file: Path) -> Subject:
     check_name(name)
     if not file.is_file():
         raise FileNotFoundError(f"there is no file of weights {file}")
-    if file.suffix == ".safetensors":
-        from safetensors.torch import load_file
-
-        state: dict[str, Any] = load_file(file)
-    else:
-        state = torch.load(file, map_location="cpu", weights_only=True)
-        state = state.get("model", state)
+    state = _tensors_in(file, name)
     heads = [tensor for key, tensor in state.items() if key in ("head.weight", "head.fc.weight")]
     classes: dict[str, Any] = {"num_classes": heads[0].shape[0]} if heads else {}
     model = timm.create_model(name, **classes)
@@ -193,6 +187,20 @@ def _with_weights(name: str, file: Path) -> Subject:
     except RuntimeError as error:
         raise ValueError(f"{file} does not fit {name}: {' '.join(str(error).split())[:300]}") from None
     return subject_of(model, name=name, trained=True)
+
+
+def _tensors_in(file: Path, name: str) -> dict[str, Any]:
+    try:
+        if file.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return load_file(file)
+        state = torch.load(file, map_location="cpu", weights_only=True)
+        return dict(state.get("model", state))
+    except Exception as error:  # whatever torch and safetensors say of a file that is none of theirs
+        raise ValueError(
+            f"{file} cannot be read as weights of {name}: give a .safetensors file, or a .pth that holds tensors alone"
+        ) from error
 
 
 def _from_run(path: Path) -> Subject:

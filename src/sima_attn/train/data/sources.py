@@ -68,7 +68,9 @@ def open_data(path: str | Path, split: str = "train", *, labelled: bool = True) 
         return Digits(split)
     root = Path(path)
     if not root.is_dir():
-        what = "is a file; give the folder it lies in" if root.exists() else "does not exist"
+        what = (
+            "is a file; give the folder it lies in" if root.exists() else "does not exist; say with --data where it is"
+        )
         raise FileNotFoundError(f"the data folder {root} {what} (or use 'digits', which needs no files)")
     for alias in SPLITS[split]:
         for ending, kind in ((".parquet", Parquet), (".tar", TarShards)):
