@@ -85,9 +85,13 @@ def top_classes(subject: Subject, photo: Image, count: int) -> list[tuple[str, f
     from sima_attn.train.recipes import Data
 
     cfg: Any = getattr(subject.model, "pretrained_cfg", None) or {}
-    settings: dict[str, Any] = {"size": subject.size, "mean": subject.mean, "std": subject.std}
-    settings["crop_ratio"] = cfg.get("crop_pct") or 1.0
-    settings["interpolation"] = cfg.get("interpolation") or "bicubic"
+    settings: dict[str, Any] = {
+        "size": subject.size,
+        "mean": subject.mean,
+        "std": subject.std,
+        "crop_ratio": cfg.get("crop_pct") or 1.0,
+        "interpolation": cfg.get("interpolation") or "bicubic",
+    }
     transform = evaluation_transform(Data("", **settings))
     with torch.no_grad():
         image = transform(photo)[None].to(next(subject.model.parameters()).device)  # [1, 3, size, size]
