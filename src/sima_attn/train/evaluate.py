@@ -27,6 +27,7 @@ from sima_attn.train.checkpoint import checkpoints, load_checkpoint
 from sima_attn.train.classify import build_model
 from sima_attn.train.data import Source, open_data
 from sima_attn.train.data.loader import Batch, BrokenImages, evaluation_batches
+from sima_attn.train.data.sources import few_of
 from sima_attn.train.recipes import Data, Recipe
 from sima_attn.train.run import RunFolder
 
@@ -250,8 +251,8 @@ def _check_classes(loaded: Loaded, source: Source, model: nn.Module) -> None:
     if loaded.classes is not None and loaded.classes != source.classes:
         ours, theirs = loaded.classes, source.classes
         missing, foreign = [c for c in ours if c not in set(theirs)], [c for c in theirs if c not in set(ours)]
-        parts = [f"only the model has {_few(missing)}"] if missing else []
-        parts += [f"only the data have {_few(foreign)}"] if foreign else []
+        parts = [f"only the model has {few_of(missing)}"] if missing else []
+        parts += [f"only the data have {few_of(foreign)}"] if foreign else []
         raise ValueError(
             f"the model was trained on {len(ours)} classes, these data have {len(theirs)}: "
             f"{'; '.join(parts) or 'the same names in another order'}. The numbers would mean nothing; evaluate it on "
@@ -259,10 +260,6 @@ def _check_classes(loaded: Loaded, source: Source, model: nn.Module) -> None:
         )
     if getattr(model, "num_classes", len(source.classes)) != len(source.classes):
         raise ValueError(f"the model has {model.num_classes} classes, the data have {len(source.classes)}")
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 @torch.no_grad()

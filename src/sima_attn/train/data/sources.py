@@ -93,7 +93,7 @@ def check_same_classes(train: Source, val: Source) -> None:
     only_train = [c for c in train.classes if c not in set(val.classes)]
     only_val = [c for c in val.classes if c not in set(train.classes)]
     parts = [f"train has {len(train.classes)} classes, val {len(val.classes)}"]
-    parts += [f"only in train: {_few(only_train)}"] * bool(only_train) + [f"only in val: {_few(only_val)}"] * bool(
+    parts += [f"only in train: {few_of(only_train)}"] * bool(only_train) + [f"only in val: {few_of(only_val)}"] * bool(
         only_val
     )
     if not only_train and not only_val:
@@ -101,7 +101,8 @@ def check_same_classes(train: Source, val: Source) -> None:
     raise ValueError(f"the classes of train and val differ: {'; '.join(parts)}")
 
 
-def _few(names: Sequence[str]) -> str:
+def few_of(names: Sequence[str]) -> str:
+    """The first five, and how many more there are."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
@@ -302,15 +303,15 @@ def _numbers(column: Any, names: list[str] | None, path: Path, root: Path) -> np
     words = column.to_pylist()
     if names is None:
         raise ValueError(
-            f"the column label of {path} has strings ({_few(sorted(set(words)))}), and nothing says which number each "
-            f"stands for; write the classes into {root / 'classes.txt'}, one a line"
+            f"the column label of {path} has strings ({few_of(sorted(set(words)))}), and nothing says which number "
+            f"each stands for; write the classes into {root / 'classes.txt'}, one a line"
         )
     known = {name: k for k, name in enumerate(names)}
     unknown = sorted(set(words) - known.keys())
     if unknown:
         raise ValueError(
-            f"the column label of {path} has strings that are none of the {len(names)} classes ({_few(names)}): "
-            f"{_few(unknown)}"
+            f"the column label of {path} has strings that are none of the {len(names)} classes ({few_of(names)}): "
+            f"{few_of(unknown)}"
         )
     return np.array([known[word] for word in words], dtype=np.int64)
 
@@ -349,7 +350,7 @@ class TarShards(Source):
             self.blocks.append(len(labels) - before)
         if not labels:
             kind = "images with labels (NAME.jpg with NAME.cls)" if labelled else "images"
-            raise ValueError(f"there are no {kind} in {_few([str(f) for f in files])}")
+            raise ValueError(f"there are no {kind} in {few_of([str(f) for f in files])}")
         self.labels = np.array(labels)
         if not labelled:
             self.classes = []
