@@ -11,6 +11,8 @@ from pathlib import Path
 def written_whole(path: Path) -> Iterator[Path]:
     """A temporary path beside `path`, which takes its place when the block ends without an error."""
     path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; give the name of a file")
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)

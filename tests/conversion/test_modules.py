@@ -236,3 +236,22 @@ def test_third_party_classes_are_not_patched():
     assert (timm.layers.Attention.forward, nn.MultiheadAttention.forward) == before
     other, _ = build("deit_tiny_patch16_224")
     assert type(other.blocks[0].attn) is timm.layers.Attention
+
+
+def test_what_cannot_be_converted_is_said():
+    model = timm.create_model("deit_tiny_patch16_224", depth=1)
+    before = {name: type(module) for name, module in model.named_modules()}
+    for wrong in (None, "deit_tiny_patch16_224"):
+        with pytest.raises(TypeError, match=r"a model .* is needed"):
+            convert(wrong)
+    with pytest.raises(TypeError, match="where must be a function"):
+        convert(model, where="blocks.0")
+    for options in ({"foo": 3}, {"num_heads": 2}):
+        with pytest.raises(ValueError, match="'sima' cannot be built with the options"):
+            convert(model, **options)
+    with pytest.raises(ValueError, match="token_ref must be"):
+        convert(model, token_ref="train")
+    assert {name: type(module) for name, module in model.named_modules()} == before
+    convert(model)
+    with pytest.raises(ValueError, match="are 'sima' already"):
+        convert(model)

@@ -102,6 +102,10 @@ def test_what_does_not_fit_is_listed(tmp_path):
 
 def test_files_and_models_of_another_kind_are_refused(tmp_path):
     torch.save([1, 2], tmp_path / "list.pth")
+    for name in ("junk.pth", "junk.safetensors"):
+        (tmp_path / name).write_text("hi")
+        with pytest.raises(ValueError, match=f"{name} cannot be read as weights"):
+            load_official(timm.create_model("sima_deit_tiny_patch16_224", depth=1), tmp_path / name)
     with pytest.raises(ValueError, match="holds no state dict"):
         load_official(small(f"sima_{DEIT}"), tmp_path / "list.pth")
     with pytest.raises(FileNotFoundError, match="none"):

@@ -103,6 +103,9 @@ def quantize_command(
     from sima_attn.export.quantize import FileRow, metadata_of, open_images, quantize_onnx, quantize_table
 
     check_installed()
+    for name in models:
+        if not Path(name).exists():
+            raise FileNotFoundError(f"there is no file or run {name}: write one with `sima export MODEL -o {name}`")
     kept = read_rows(rows, FileRow) if rows is not None and rows.exists() else []
     found: list[FileRow] = []
     with progress_bar() as progress:
@@ -123,10 +126,11 @@ def quantize_command(
                 reduce_range=reduce_range,
                 on_image=lambda task=task: progress.advance(task),  # type: ignore[misc]
             )
+            if rows is not None:  # after each: a later model that fails takes nothing with it
+                new = {row.model for row in found}
+                write_rows(rows, [*(row for row in kept if row.model not in new), *found])
     print_table(quantize_table(found), title=f"int8 against float32, ranges from {found[-1].calibration_images} images")
     if rows is not None:
-        new = {row.model for row in found}
-        write_rows(rows, [*(row for row in kept if row.model not in new), *found])
         console.print(f"Rows: {rows}", highlight=False)
 
 
@@ -184,13 +188,13 @@ def _read_labels(path: Path) -> list[str]:
 
 def _read_images(folder: Path, prepare: "Preprocessing", raw: bool) -> Any:
     import numpy as np
-    from PIL import Image
 
-    from sima_attn.train.data.sources import IMAGE_ENDINGS, to_rgb
+    from sima_attn.explain.subject import open_photo
+    from sima_attn.train.data.sources import IMAGE_ENDINGS
 
     files = sorted(path for path in folder.glob("*") if path.suffix.lower() in IMAGE_ENDINGS)
     if not files:
         raise FileNotFoundError(f"there are no images in {folder}")
     transform = prepare.transform()
-    photos = [to_rgb(Image.open(file)) for file in files]
+    photos = [open_photo(file) for file in files]
     return [np.asarray(photo) if raw else transform(photo).numpy() for photo in photos]

@@ -35,7 +35,11 @@ def convert(
     Raises:
         ValueError: Nothing could be converted; the reasons are listed.
     """
-    attention_class(attention)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"a model (torch.nn.Module) is needed, got {model!r}; timm.create_model(NAME) makes one")
+    if where is not None and not callable(where):
+        raise TypeError(f"where must be a function of path and module that returns True or False, got {where!r}")
+    wanted = attention_class(attention)
     report = ConversionReport(type(model).__name__, attention)
     if is_pretrained_model(model):
         pretrained: Any = model
@@ -47,10 +51,14 @@ def convert(
             raise ValueError("example_inputs is for transformers' models; other models are converted module by module")
         try:
             _convert_modules(model, attention, where, options, report)
-        except BaseException:
+        except BaseException as error:
             report.undo()  # all of it or nothing
+            if isinstance(error, TypeError) and options:
+                raise ValueError(f"{attention!r} cannot be built with the options {options}: {error}") from error
             raise
     if not report.converted:
+        if not report.skipped and any(isinstance(module, wanted) for module in model.modules()):
+            raise ValueError(f"the attentions of this {type(model).__name__} are {attention!r} already")
         found = "; ".join(f"{one.path} ({one.kind}): {one.reason}" for one in report.skipped) or "it has no attention"
         raise ValueError(f"nothing in this {type(model).__name__} could be converted to {attention!r}: {found}")
     return report

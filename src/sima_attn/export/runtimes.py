@@ -130,7 +130,12 @@ def read_metadata(path: str | Path) -> dict[str, str]:
     """What `export_onnx` wrote into a file, without the prefix of its keys; empty for files of others."""
     import onnx
 
-    model = onnx.load(path, load_external_data=False)
+    try:
+        model = onnx.load(path, load_external_data=False)
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # of protobuf, which onnx does not wrap
+        raise ValueError(f"{path} cannot be read as an ONNX file: {error}") from error
     return _ours({entry.key: entry.value for entry in model.metadata_props})
 
 

@@ -79,11 +79,16 @@ def _check_family(model: nn.Module) -> None:
 
 
 def _read(path: Path) -> StateDict:
-    if path.suffix == ".safetensors":
-        from safetensors.torch import load_file
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
 
-        return load_file(path)
-    content = torch.load(path, map_location="cpu", weights_only=True)
+            return load_file(path)
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no checkpoint {path}") from None
+    except Exception as error:  # whatever torch and safetensors say of a file that is none of theirs
+        raise ValueError(f"{path} cannot be read as weights: {error}") from error
     for wrapper in WRAPPERS:
         if isinstance(content, dict) and isinstance(content.get(wrapper), dict):
             content = content[wrapper]

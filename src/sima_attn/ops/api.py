@@ -243,12 +243,14 @@ def check_order(order: str) -> None:
 
 
 def check_token_ref(token_ref: float | None) -> None:
-    if token_ref is not None and not 0 < token_ref < float("inf"):
+    if token_ref is None:
+        return
+    if isinstance(token_ref, str | bool | Tensor) or not 0 < token_ref < float("inf"):
         raise ValueError(
             f"token_ref must be None or the positive number of tokens of the training size, got {token_ref!r}"
         )
 
 
 def check_eps(eps: float) -> None:
-    if not SMALLEST_EPS <= eps < 1:
+    if eps is None or isinstance(eps, str | Tensor) or not SMALLEST_EPS <= eps < 1:
         raise ValueError(f"eps must lie in [{SMALLEST_EPS:g}, 1), got {eps!r}; the paper uses 1e-12")

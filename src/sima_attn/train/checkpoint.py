@@ -52,7 +52,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
             raise ValueError(f"the checksum of {wrong} is wrong")
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise ValueError(f"the checkpoint {path} is damaged: {error}") from error
+        raise ValueError(f"the checkpoint {path} is damaged, or is none: {error}") from error
 
 
 def load_newest(folder: Path, say: Callable[[str], None] = print) -> dict[str, Any] | None:
