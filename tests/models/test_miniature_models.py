@@ -68,6 +68,13 @@ def test_token_ref_train_stands_for_the_tokens_of_64_pixels(name):
         assert (model(y := images(32, 32)) - plain(y)).abs().max() > 1e-5
 
 
+@pytest.mark.parametrize("name", [VIT, "sima_deit_tiny_patch16_224"])
+def test_the_tokens_of_the_training_size_are_those_of_the_models_own_patches(name):
+    model = timm.create_model(name, depth=1, patch_size=8, token_ref="train")
+    tokens = (model.pretrained_cfg["input_size"][-1] // 8) ** 2 + model.num_prefix_tokens
+    assert model.blocks[0].attn.token_ref == tokens
+
+
 @both
 def test_any_input_size_and_feature_maps(name):
     with torch.no_grad():

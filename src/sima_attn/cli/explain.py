@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from sima_attn._devices import resolve_device
 from sima_attn.cli._shared import console, print_table, progress_bar
 
 if TYPE_CHECKING:
@@ -190,12 +191,9 @@ def _load(models: list[str | None], device: str) -> list["Subject"]:
     if missing:
         raise ValueError("pictures need Pillow, which is not installed: pip install 'sima-attn[train]'")
     with Console(stderr=True).status("loading"):
-        import torch
-
         from sima_attn.explain.subject import UNTRAINED, load_subject
 
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = resolve_device(device)
         subjects = [load_subject(name, device=device) for name in models]
     for subject in subjects:
         if not subject.trained:

@@ -104,8 +104,8 @@ def quantize_command(
 
     check_installed()
     for name in models:
-        if not Path(name).exists():
-            raise FileNotFoundError(f"there is no file or run {name}: write one with `sima export MODEL -o {name}`")
+        if not Path(name).is_dir():
+            metadata_of(name)  # a wrong one is told before the work on the others
     kept = read_rows(rows, FileRow) if rows is not None and rows.exists() else []
     found: list[FileRow] = []
     with progress_bar() as progress:

@@ -7,6 +7,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from sima_attn._devices import resolve_device
+
 app = typer.Typer()
 
 
@@ -41,13 +43,10 @@ def serve_command(
     check_installed()
     err = Console(stderr=True)
     with err.status("loading"):
-        import torch
-
         from sima_attn.explain.subject import UNTRAINED, load_subject
         from sima_attn.serve.limits import Limits
 
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = resolve_device(device)
         subject = load_subject(model, device=device)
     err.print(f"{escape(subject.name)}, {subject.size} px, {device}", highlight=False)
     if not subject.trained:

@@ -69,7 +69,7 @@ def build_deit(
         attention,
         options=attention_options,
         token_ref=token_ref,
-        trained_tokens=(trained // PATCH) ** 2 + prefix,
+        trained_tokens=(trained // patch) ** 2 + prefix,
         num_tokens=-(-height // patch) * -(-width // patch) + prefix,
         has_class_token=prefix > 0,
     )

@@ -181,7 +181,7 @@ def build_vit(
         attention,
         options=attention_options,
         token_ref=token_ref,
-        trained_tokens=TOKENS + prefix,
+        trained_tokens=(PX // patch) ** 2 + prefix,
         num_tokens=-(-height // patch) * -(-width // patch) + prefix,
         has_class_token=prefix > 0,
     )
