@@ -109,11 +109,11 @@ def knn_command(
     from sima_attn.train.feature_map import MAPS, plot_feature_map
     from sima_attn.train.features import load_backbone
     from sima_attn.train.knn import knn_accuracy, plot_neighbours
+    from sima_attn.train.recipes import above_zero
 
     if method not in MAPS:
         raise unknown_name("map", method, MAPS)
-    if not 0 < temperature < float("inf"):
-        raise ValueError(f"the temperature must be above 0, got {temperature}")
+    above_zero({"the temperature": temperature})
     for figure in (picture, map_):
         if figure is not None:
             check_can_plot(figure)
@@ -183,11 +183,12 @@ def linear_command(
     from sima_attn.bench.rows import write_rows
     from sima_attn.train.features import LayerFeatures, load_backbone
     from sima_attn.train.linear import train_linear
+    from sima_attn.train.recipes import above_zero
 
     if features not in ("layers", "output"):
         raise unknown_name("features", features, ("layers", "output"))
-    if lr is not None and not 0 < lr < float("inf"):
-        raise ValueError(f"--lr must be above 0, got {lr}")
+    if lr is not None:
+        above_zero({"--lr": lr})
     if features == "output" and (layers is not None or not norm):
         raise ValueError("--layers and --no-norm are of --features layers; the output is what the model gives")
     device = resolve_device(device)

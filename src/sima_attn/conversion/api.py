@@ -33,7 +33,8 @@ def convert(
         options: Options of the attention, e.g. token_ref=197.
 
     Raises:
-        ValueError: Nothing could be converted; the reasons are listed.
+        ValueError: Nothing could be converted, the reasons are listed; or the options do not suit the attention.
+        TypeError: `model` is no module, or `where` no function.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"a model (torch.nn.Module) is needed, got {model!r}; timm.create_model(NAME) makes one")

@@ -277,15 +277,15 @@ def check(recipe: DinoRecipe) -> None:
     recipes.at_least(0, {"distill.weight_decay_end": distill.weight_decay_end, "crops.strength": min(crops.strength)})
     if crops.strength[3] > 0.5:
         raise ValueError(f"the hue, the last of crops.strength, must be at most 0.5, got {crops.strength[3]}")
-    for where, temperature in (
-        ("distill.student_temp", distill.student_temp),
-        ("distill.teacher_temp", distill.teacher_temp),
-        ("distill.teacher_temp_start", distill.teacher_temp_start),
-        ("probe.temperature", probe.temperature),
-        ("distill.clip", 1.0 if distill.clip is None else distill.clip),
-        ("probe.lr", probe.lr),
-    ):
-        if not 0 < temperature < float("inf"):
-            raise ValueError(f"{where} must be above 0, got {temperature}")
+    recipes.above_zero(
+        {
+            "distill.student_temp": distill.student_temp,
+            "distill.teacher_temp": distill.teacher_temp,
+            "distill.teacher_temp_start": distill.teacher_temp_start,
+            "distill.clip": 1.0 if distill.clip is None else distill.clip,
+            "probe.temperature": probe.temperature,
+            "probe.lr": probe.lr,
+        }
+    )
     if 0 < probe.bank < probe.k:
         raise ValueError(f"probe.bank={probe.bank} images have no {probe.k} neighbours; make it larger, or 0")

@@ -8,7 +8,6 @@ Shapes: n queries, m images in the bank, W width of the features, K classes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch import Tensor
 from sima_attn.bench.figures import check_can_plot
 from sima_attn.train.data.sources import Source
 from sima_attn.train.features import Features, check_labels, check_same_width, evenly
+from sima_attn.train.recipes import above_zero
 
 Array = np.ndarray | Tensor
 
@@ -141,8 +141,7 @@ def _check_vote(k: Sequence[int], temperature: float, bank: int) -> None:
     for count in k:
         if not 1 <= count <= bank:
             raise ValueError(f"k must lie between 1 and the {bank} images of the bank, got {count}; make it smaller")
-    if not 0 < temperature < math.inf:
-        raise ValueError(f"the temperature must be above 0, got {temperature}")
+    above_zero({"the temperature": temperature})
 
 
 def plot_neighbours(
