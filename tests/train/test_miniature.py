@@ -196,6 +196,16 @@ def test_the_figure_is_drawn_with_curves_and_without(tmp_path):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_figure_has_pairs_of_other_schedules(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("matplotlib.pyplot.close", drawn.append)
+    shorter = [replace(row, epochs=30) for row in ROWS if row.name == "softmax"]
+    for rows in (ROWS, [*ROWS, *shorter]):
+        plot_miniature(rows, [], tmp_path / "figure.png")
+    alone, paired = ([label.get_text() for label in figure.axes[1].get_yticklabels()] for figure in drawn)
+    assert paired == [*alone, "SimA, 3 heads, 30 epochs"]  # softmax itself is no pair
+
+
 def test_the_command_runs_the_grid_and_names_wrong_data_first(data, tmp_path, monkeypatch):
     monkeypatch.setattr(miniature, "GRID", (replace(HEAD, headline=False), BROKEN))
     monkeypatch.setattr("sima_attn.train.miniature_report.GRID", miniature.GRID)

@@ -94,7 +94,10 @@ def _paper_cells(run: MiniatureRun) -> list[str]:
 
 
 def plot_miniature(results: Sequence[ResultRow], curves: Sequence[CurveRow], path: Path) -> None:
-    """Learning curves, and every run's distance to its twin under the schedule of most runs beside the paper's."""
+    """Learning curves, and every run's distance to its twin beside the paper's.
+
+    All runs of the schedule that has most of them; of other schedules those that have a twin there.
+    """
     check_can_plot()
     import matplotlib
 
@@ -103,9 +106,15 @@ def plot_miniature(results: Sequence[ResultRow], curves: Sequence[CurveRow], pat
 
     made = Counter(row.epochs for row in results)
     epochs = max(made, key=lambda schedule: (made[schedule], schedule))
-    runs = [run for run in GRID if any(row.name == run.name and row.epochs == epochs for row in results)]
+    bars = [(run, epochs) for run in GRID if any(row.name == run.name and row.epochs == epochs for row in results)]
+    bars += [
+        (run, other)
+        for other in sorted(made.keys() - {epochs})
+        for run in GRID
+        if run.name != run.twin and to_twin(run, results, other) is not None
+    ]
     figure, (left, right) = plt.subplots(
-        1, 2, figsize=(13, max(4.5, 0.36 * len(runs) + 1)), layout="constrained", width_ratios=(1, 1.2)
+        1, 2, figsize=(13, max(4.5, 0.36 * len(bars) + 1)), layout="constrained", width_ratios=(1, 1.2)
     )
     shown = {
         "softmax": "black",
@@ -137,10 +146,10 @@ def plot_miniature(results: Sequence[ResultRow], curves: Sequence[CurveRow], pat
         dashes = ", dashed: other schedules" if len(made) > 1 else ""
         left.legend(frameon=False, title=f"light grey: the other runs{dashes}")
 
-    for place, run in enumerate(runs):
-        ours, paper = to_twin(run, results, epochs), paper_to_twin(run)
+    for place, (run, schedule) in enumerate(bars):
+        ours, paper = to_twin(run, results, schedule), paper_to_twin(run)
         if ours is None:
-            found = next(row for row in results if row.name == run.name and row.epochs == epochs)
+            found = next(row for row in results if row.name == run.name and row.epochs == schedule)
             status = found.status if found.status != "finished" else f"{found.top1:.1f}, no twin yet"
             right.text(0, place - 0.2, f" {status}", va="center", fontsize=8)
         else:
@@ -148,7 +157,8 @@ def plot_miniature(results: Sequence[ResultRow], curves: Sequence[CurveRow], pat
         if paper is not None:
             right.barh(place + 0.2, paper, 0.38, fill=False, edgecolor="black")
     right.axvline(0, color="black", linewidth=0.8)
-    right.set_yticks(range(len(runs)), [run.about for run in runs], fontsize=8)
+    labels = [run.about if schedule == epochs else f"{run.about}, {schedule} epochs" for run, schedule in bars]
+    right.set_yticks(range(len(bars)), labels, fontsize=8)
     right.invert_yaxis()
     right.set_xlabel("points of top-1 above the softmax (XCiT: XCA) twin")
     right.grid(axis="x", alpha=0.3)
@@ -158,7 +168,9 @@ def plot_miniature(results: Sequence[ResultRow], curves: Sequence[CurveRow], pat
     ]
     right.legend(handles=handles, frameon=False, loc="upper right")
     first = results[0]
-    figure.suptitle(f"{epochs} epochs at 64 px, {first.device}")
+    figure.suptitle(
+        f"{epochs} epochs{' where nothing else is said,' if len(made) > 1 else ''} at 64 px, {first.device}"
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)
