@@ -114,6 +114,34 @@ def test_a_run_is_shipped_and_loaded_as_pretrained(run, weights):
     assert kinds == {torch.float16}
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attention": "softmax"}, "attention='sima', got 'softmax': .* pretrained=False"),
+        ({"class_attention": "softmax"}, "class_attention='sima', got 'softmax'"),
+        ({"attention_options": {"norm": "l2"}}, "norm='l1', got 'l2'"),
+        ({"relu": False}, "activation='relu', got 'gelu'"),
+        ({"act_layer": torch.nn.SiLU}, "activation='relu', got 'silu'"),
+        ({"num_heads": 2}, "num_heads=4, got 2"),
+        ({"tokens_norm": False}, "tokens_norm=True, got False"),
+    ],
+)
+def test_weights_do_not_load_into_another_function_than_they_were_trained_as(options, message):
+    with pytest.raises(ValueError, match=f"the weights of {NAME} were trained with {message}"):
+        timm.create_model(NAME, pretrained=True, **options)
+
+
+def test_weights_load_with_what_leaves_the_function_as_it_is():
+    plain = timm.create_model(NAME, pretrained=True).eval()
+    options = {"attention": "sima", "attention_options": {"order": "kv", "norm": "l1"}, "act_layer": torch.nn.ReLU}
+    same = timm.create_model(NAME, pretrained=True, token_ref="train", drop_rate=0.1, drop_path_rate=0.1, **options)
+    images = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.allclose(same.eval()(images), plain(images), atol=1e-4)
+    overlay = {"file": str(weights_file(NAME)), "num_classes": 100}  # a file that is named may be of anything
+    timm.create_model(NAME, pretrained=True, pretrained_cfg_overlay=overlay, attention="softmax")
+
+
 def untrained_run(folder, recipe, name="sima_vit_mini_patch4_64", *, attention="sima", data=None, **kwargs):
     """A folder as `sima train` leaves it, with the weights that a model starts with."""
     model = Model(name, attention, kwargs=kwargs)

@@ -50,9 +50,36 @@ def _entry(name: str, size: Mapping[str, Any], build: Callable[..., nn.Module]) 
         overlay = kwargs.get("pretrained_cfg_overlay") or {}
         if pretrained and not overlay.get("file"):
             kwargs["pretrained_cfg_overlay"] = {**shipped_cfg(name), **overlay}
+            _check_as_trained(name, size, kwargs)
         return build(name, pretrained=pretrained, **{**size, **kwargs})
 
     return create
+
+
+def _check_as_trained(name: str, size: Mapping[str, Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise where the weights in the package would load into another function than the one they were trained as."""
+    own, asked = _function(size), _function({**size, **kwargs})
+    for key, value in own.items():
+        if asked[key] != value:
+            raise ValueError(
+                f"the weights of {name} were trained with {key}={value!r}, got {asked[key]!r}: leave it away, or use "
+                "pretrained=False and train the model; its load_state_dict() takes the weights as a start"
+            )
+
+
+def _function(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that make another function of weights of the same names and shapes."""
+    attention, options = settings.get("attention", "sima"), settings.get("attention_options") or {}
+    stages = [options] if isinstance(options, Mapping) else options  # CvT takes one a stage
+    act = settings.get("act_layer") or ("relu" if settings.get("relu") else "gelu")
+    return {
+        "attention": attention,
+        "norm": ", ".join(sorted({stage.get("norm", "l1") for stage in stages})),
+        "class_attention": settings.get("class_attention", "sima" if attention == "sima" else "softmax"),
+        "activation": getattr(act, "__name__", str(act)).lower(),
+        "num_heads": settings.get("num_heads"),
+        "tokens_norm": settings.get("tokens_norm"),
+    }
 
 
 def choose_attention(
