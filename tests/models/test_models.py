@@ -233,6 +233,7 @@ def test_class_token_ref_is_of_the_class_attention_alone(token_ref):
         (SMALL[0], {"attention": "smia"}, "did you mean 'sima'"),
         (SMALL[0], {"token_ref": "test"}, "token_ref must be None, a number of tokens or 'train', got 'test'"),
         (SMALL[0], {"token_ref": 9, "attention": "elu"}, "token_ref is SimA's own"),
+        (SMALL[0], {"token_ref": 9, "attention_options": {"token_ref": 4}}, "contradict each other; give one of them"),
         (SMALL[0], {"relu": True, "act_layer": torch.nn.SiLU}, "contradict each other"),
         (SMALL[1], {"relu": True, "act_layer": torch.nn.SiLU}, "contradict each other"),
         ("sima_cvt_13", {"relu": True, "act_layer": torch.nn.SiLU}, "contradict each other"),

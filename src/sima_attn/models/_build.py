@@ -103,6 +103,11 @@ def choose_attention(
             raise ValueError(
                 f"token_ref is SimA's own: it must be None with attention={attention!r}, got {token_ref!r}"
             )
+        if fixed.get("token_ref") not in (None, reference):
+            raise ValueError(
+                f"token_ref={token_ref!r} and attention_options={{'token_ref': {fixed['token_ref']!r}}} contradict "
+                "each other; give one of them"
+            )
         fixed["token_ref"] = reference
     if cls.needs_grid and has_class_token:
         raise ValueError(
