@@ -6,12 +6,13 @@ import torch
 
 from closeness import assert_close
 from sima_attn.export import audit
-from sima_attn.models.miniature import SIZES, TOKENS
+from sima_attn.models.miniature import SIZES
 from sima_attn.nn import ATTENTIONS, SimAttention, SimClassAttention
 from sima_attn.nn.token_ref import tokens_at
 
 VIT, XCIT = "sima_vit_mini_patch4_64", "sima_xcit_mini_p4_64"
 PARAMETERS = {VIT: 5_416_612, f"{VIT}_local": 5_471_908, XCIT: 5_592_388, f"{XCIT}_nolpi": 5_544_388}
+TOKENS = 256  # 64 pixels in patches of 4
 both = pytest.mark.parametrize("name", [VIT, XCIT])
 
 

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import sima_attn.models  # noqa: F401 - registers the models
 from closeness import assert_close
 from sima_attn.nn import ATTENTIONS, Attention, SimAttention, SimClassAttention
+from sima_attn.nn.token_ref import sima_modules, tokens_at
 from sima_attn.ops import ExpCounter
 
 # CvT and the small models have files of their own.
@@ -213,6 +214,13 @@ def test_token_ref_of_the_training_size_makes_up_for_a_larger_image():
     assert_close(attention.core(q, k, v), build(name).blocks[0].attn.core(q, k, v), 1e-6)
     larger = [t.repeat_interleave(4, dim=2) for t in (q, k, v)]
     assert_close(attention.core(*larger)[:, :, ::4], attention.core(q, k, v), 1e-4)
+
+
+@pytest.mark.parametrize(("name", "px"), [("sima_xcit_nano_12_p16_224", 224), ("sima_xcit_mini_p4_64", 64)])
+def test_class_token_ref_train_stands_for_the_tokens_of_the_training_size(name, px):
+    model = build(name, attention="xca", class_attention="sima", class_token_ref="train")
+    modules = sima_modules(model)
+    assert [m.token_ref for m in modules] == tokens_at(model, modules, px)
 
 
 @pytest.mark.parametrize("token_ref", [None, "train"])

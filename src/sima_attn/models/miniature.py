@@ -15,13 +15,12 @@ from timm.models.xcit import LPI, conv3x3
 from timm.models.xcit import checkpoint_filter_fn as xcit_filter
 from torch import Tensor, nn
 
-from sima_attn.models._build import choose_attention, default_cfg, register_family, relu_instead, resolve_token_ref
+from sima_attn.models._build import choose_attention, default_cfg, register_family, relu_instead
 from sima_attn.models.pretrained import shipped_cfg, weights_file
 from sima_attn.models.xcit import SimXcit
 from sima_attn.nn.grid import token_grid
 
 PX, PATCH, CLASSES = 64, 4, 100
-TOKENS = (PX // PATCH) ** 2
 
 VIT: dict[str, Any] = {
     "img_size": PX,
@@ -120,31 +119,24 @@ class ConvStem(nn.Module):
 class MiniXcit(SimXcit):
     """XCiT with a stem for patches of 4 pixels."""
 
+    # The stems there are have patches of 8 or 16: an image of twice the side has as many of 8 as this one of 4.
+    trained_px = 2 * PX
+
     def __init__(
         self,
         *,
         img_size: int | tuple[int, int] = PX,
         in_chans: int = 3,
         act_layer: type[nn.Module] | None = None,
-        token_ref: float | str | None = None,
         **kwargs,
     ) -> None:
         height, width = to_2tuple(img_size)
-        # The stems there are have patches of 8 or 16: an image of twice the side has as many of 8 as this one of 4.
         super().__init__(
-            img_size=(2 * height, 2 * width),
-            patch_size=8,
-            in_chans=in_chans,
-            act_layer=act_layer,
-            token_ref=resolve_token_ref(token_ref, TOKENS),
-            **kwargs,
+            img_size=(2 * height, 2 * width), patch_size=8, in_chans=in_chans, act_layer=act_layer, **kwargs
         )
         self.set_submodule("patch_embed", ConvStem(in_chans, self.embed_dim, act_layer or nn.GELU))
         for info in self.feature_info:
             info["reduction"] = PATCH
-        for block in self.cls_attn_blocks:
-            if token_ref == "train" and hasattr(block.attn, "token_ref") and kwargs.get("class_token_ref") is None:
-                block.attn.token_ref = float(TOKENS + 1)  # the class token is among its tokens
 
 
 def build_vit(

@@ -42,9 +42,11 @@ class SimXcit(Xcit):
     """timm's Xcit whose self-attention, class attention and local patch interaction (LPI) can be chosen.
 
     `class_token_ref` r multiplies the output of SimA's class attention by N / r, whatever `token_ref` does to the
-    rest. With the paper's, which has no such factor, an untrained class token hardly depends on the image; at
-    r = sqrt(N) it does as much as with softmax.
+    rest; "train" is the number of its tokens at the training size. With the paper's, which has no such factor, an
+    untrained class token hardly depends on the image; at r = sqrt(N) it does as much as with softmax.
     """
+
+    trained_px = TRAINED_PX
 
     def __init__(
         self,
@@ -53,7 +55,7 @@ class SimXcit(Xcit):
         attention_options: dict[str, Any] | None = None,
         class_attention: str | None = None,
         token_ref: float | str | None = None,
-        class_token_ref: float | None = None,
+        class_token_ref: float | str | None = None,
         lpi: bool = True,
         img_size: int | tuple[int, int] = TRAINED_PX,
         patch_size: int = 16,
@@ -82,7 +84,7 @@ class SimXcit(Xcit):
             drop_rate=drop_rate,
             **kwargs,
         )
-        trained_tokens = (TRAINED_PX // patch_size) ** 2
+        trained_tokens = (self.trained_px // patch_size) ** 2
         layer = choose_attention(
             attention,
             options=attention_options,
@@ -96,6 +98,7 @@ class SimXcit(Xcit):
             block.set_submodule("attn", layer(self.embed_dim, num_heads, qkv_bias=qkv_bias, **drops))
             if not lpi:
                 self.blocks[i] = BlockWithoutLpi(block)
+        class_ref = resolve_token_ref(token_ref if class_token_ref is None else class_token_ref, trained_tokens + 1)
         for block in self.cls_attn_blocks:
             if class_attention == "sima":
                 block.attn = SimClassAttention(
@@ -104,9 +107,7 @@ class SimXcit(Xcit):
                     qkv_bias=qkv_bias,
                     attn_drop=attn_drop_rate,
                     proj_drop=drop_rate,
-                    token_ref=resolve_token_ref(token_ref, trained_tokens + 1)
-                    if class_token_ref is None
-                    else class_token_ref,
+                    token_ref=class_ref,
                 )
         self.apply(self._init_weights)
 
