@@ -11,7 +11,7 @@ from sima_attn.bench.rows import read_rows
 from sima_attn.explain import subject as subject_module
 from sima_attn.explain.drawing import EFFECT, HEAT, Tile, colour, overlay, sheet
 from sima_attn.explain.effects import AttentionRow
-from sima_attn.explain.gallery import Gallery, _rows_by_depth
+from sima_attn.explain.gallery import Gallery, _rows_by_depth, unlike
 
 runner = CliRunner()
 
@@ -86,6 +86,19 @@ def test_photos_of_the_same_name_do_not_overwrite_each_other(photos, tmp_path):
     (other / "wide.png").write_bytes((photos / "wide.png").read_bytes())
     sima("heatmap", photos / "wide.png", other / "wide.png", "--out", tmp_path / "out")
     assert {p.name for p in (tmp_path / "out").iterdir()} == {"wide.png", "wide-2.png", "contact_sheet.png"}
+
+
+def test_names_that_are_taken_get_a_number_that_is_not():
+    taken = []
+    assert [unlike(name, taken) for name in ("a-3", "a", "a", "a", "a-2")] == ["a-3", "a", "a-2", "a-4", "a-2-2"]
+
+
+def test_one_model_with_two_weights_leaves_the_numbers_of_both(photos, tmp_path):
+    sima("heatmap", photos / "wide.png", "--model", "m", "--compare", "m", "--of", "q", "--raw", "--out", tmp_path)
+    assert set(np.load(tmp_path / "wide.npz")) == {"m.blocks.2.attn.q", "m-2.blocks.2.attn.q"}
+    sima("explain", "statistics", photos / "wide.png", "--model", "m", "--compare", "m", "--out", tmp_path)
+    rows = read_rows(tmp_path / "statistics.csv", AttentionRow)
+    assert [row.model for row in rows] == ["m"] * 3 + ["m-2"] * 3
 
 
 def test_effect_and_statistics(photos, tmp_path):

@@ -110,16 +110,17 @@ def statistics_command(
     from sima_attn.bench.tables import TextTable
     from sima_attn.explain.effects import AttentionRow, attention_statistics
     from sima_attn.explain.figures import plot_statistics
-    from sima_attn.explain.gallery import read_photos
+    from sima_attn.explain.gallery import read_photos, unlike
     from sima_attn.explain.subject import find_photos
 
     files = find_photos(photos)
     rows: list[AttentionRow] = []
+    names: list[str] = []
     with progress_bar() as progress:
         task = progress.add_task("reading", total=len(files) * len(subjects))
         for subject in subjects:
             readings = read_photos(subject, files, size, lambda: progress.advance(task))
-            rows += attention_statistics(readings, subject.name)
+            rows += attention_statistics(readings, unlike(subject.name, names))
     write_rows(out / "statistics.csv", rows)
     plot_statistics(rows, out / "statistics.png")
     header = ["model", "layer", "negative", "largest channel", "1/D"]

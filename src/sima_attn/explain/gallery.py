@@ -94,7 +94,9 @@ class Gallery:
         The contact sheet shows the chosen layers, or the last one where all were asked for.
         """
         written, groups = [], []
-        for path, stem in zip(photos, _stems(photos), strict=True):
+        stems: list[str] = []
+        for path in photos:
+            stem = unlike(path.stem, stems)
             photo = shrink(open_photo(path), LONGEST)
             readings = self.read(photo)
             original = Tile(photo, path.stem)
@@ -119,9 +121,10 @@ class Gallery:
 
     def _write_raw(self, readings: Sequence[Reading], path: Path) -> Path:
         arrays: dict[str, np.ndarray] = {}
+        names: list[str] = []
         for subject, reading in zip(self.subjects, readings, strict=True):
             layers = range(len(reading.layers)) if self.layers is None else self.layers
-            prefix = f"{subject.name}." if len(self.subjects) > 1 else ""
+            prefix = f"{unlike(subject.name, names)}." if len(self.subjects) > 1 else ""
             arrays |= {prefix + key: value for key, value in raw_scores(reading, layers, self.of).items()}
         with written_whole(path) as temporary, open(temporary, "wb") as file:
             np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
@@ -185,13 +188,14 @@ def _names(subjects: Sequence[Subject]) -> str:
     )
 
 
-def _stems(photos: Sequence[Path]) -> list[str]:
-    """A name for each photo; those of the same name in other folders are numbered."""
-    stems: list[str] = []
-    for path in photos:
-        taken = sum(other == path.stem or other.startswith(f"{path.stem}-") for other in stems)
-        stems.append(path.stem if path.stem not in stems else f"{path.stem}-{taken + 1}")
-    return stems
+def unlike(name: str, taken: list[str]) -> str:
+    """The name, with a number where it is taken: photos of several folders, one model with several weights."""
+    found, number = name, 1
+    while found in taken:
+        number += 1
+        found = f"{name}-{number}"
+    taken.append(found)
+    return found
 
 
 def _rows_by_depth(tiles: Sequence[Tile], depths: Sequence[int]) -> list[list[Tile]]:
