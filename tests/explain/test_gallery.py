@@ -88,6 +88,13 @@ def test_photos_of_the_same_name_do_not_overwrite_each_other(photos, tmp_path):
     assert {p.name for p in (tmp_path / "out").iterdir()} == {"wide.png", "wide-2.png", "contact_sheet.png"}
 
 
+def test_a_photo_named_as_the_contact_sheet_is_kept_beside_it(photos, tmp_path):
+    (photos / "wide.png").rename(photos / "contact_sheet.png")
+    sima("heatmap", photos, "--out", tmp_path / "out")
+    names = {"contact_sheet-2.png", "tall.png", "square.png", "contact_sheet.png"}
+    assert {p.name for p in (tmp_path / "out").iterdir()} == names
+
+
 def test_names_that_are_taken_get_a_number_that_is_not():
     taken = []
     assert [unlike(name, taken) for name in ("a-3", "a", "a", "a", "a-2")] == ["a-3", "a", "a-2", "a-4", "a-2-2"]

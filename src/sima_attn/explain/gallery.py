@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 LONGEST = 1024  # pixels of a photo that is drawn on
+SHEET = "contact_sheet"
 COLUMNS = 6
 SMALLEST_CELL = 80
 EFFECT_CELL = 420
@@ -94,7 +95,7 @@ class Gallery:
         The contact sheet shows the chosen layers, or the last one where all were asked for.
         """
         written, groups = [], []
-        stems: list[str] = []
+        stems = [SHEET]  # a photo of that name gets a number
         for path in photos:
             stem = unlike(path.stem, stems)
             photo = shrink(open_photo(path), LONGEST)
@@ -116,7 +117,7 @@ class Gallery:
         if len(photos) > 1:
             together = max(1, COLUMNS // len(groups[0]))  # photos in one line of the sheet
             lines = [[*chain(*groups[i : i + together])] for i in range(0, len(groups), together)]
-            written.append(_save(sheet(lines, self.title(), 3 * self.cell // 4), out / "contact_sheet.png"))
+            written.append(_save(sheet(lines, self.title(), 3 * self.cell // 4), out / f"{SHEET}.png"))
         return written
 
     def _write_raw(self, readings: Sequence[Reading], path: Path) -> Path:
