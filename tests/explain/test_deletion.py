@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from small_models import deit
 from torch import nn
 
@@ -12,6 +13,7 @@ from sima_attn.explain.deletion import MODES, ORDERS, STEPS, deletion_test, vali
 from sima_attn.explain.figures import plot_deletion
 from sima_attn.explain.subject import subject_of
 from sima_attn.nn import SimAttention
+from sima_attn.train.data import loader
 
 
 class Counter(nn.Module):
@@ -145,6 +147,24 @@ def test_rows_become_a_curve_or_areas_by_layer(tmp_path):
     plot_deletion(deletion_test(deit(), [(images, torch.arange(2))], layers=None, steps=2), tmp_path / "layers.png")
     for name in ("curve.png", "layers.png"):
         assert (tmp_path / name).stat().st_size > 10_000
+
+
+def test_a_broken_image_is_named_and_left_out(tmp_path, monkeypatch):
+    for name in ("0", "1"):
+        (tmp_path / "val" / name).mkdir(parents=True)
+        for i in range(2):
+            Image.new("RGB", (16, 16)).save(tmp_path / "val" / name / f"{i}.png")
+    (tmp_path / "val" / "0" / "1.png").write_text("no image")
+    subject, said = subject_of(deit(num_classes=2)), []
+    with pytest.raises(ValueError, match=r"1 of 4 images cannot be read, more than 1%; the last one: .*1\.png"):
+        validation_batches(subject, tmp_path, images=4)
+    monkeypatch.setattr(loader, "MOST_BROKEN", 0.5)
+    batches = validation_batches(subject, tmp_path, images=4, batch=1, say=said.append)
+    assert [labels.tolist() for _, labels in batches] == [[0], [1], [1]]
+    assert "broken image, skipped (1 so far)" in said[0]
+    (tmp_path / "val" / "0" / "0.png").write_text("no image")
+    with pytest.raises(ValueError, match=r"none of the 1 images chosen from .* can be read"):
+        validation_batches(subject, tmp_path, images=1)
 
 
 def test_wrong_settings_are_errors():

@@ -108,6 +108,23 @@ def test_one_model_with_two_weights_leaves_the_numbers_of_both(photos, tmp_path)
     assert [row.model for row in rows] == ["m"] * 3 + ["m-2"] * 3
 
 
+def test_a_broken_photo_is_named_counted_and_left_out(photos, tmp_path):
+    whole = (photos / "tall.png").read_bytes()
+    (photos / "[tall].png").write_bytes(whole[: len(whole) // 2])
+    (photos / "tall.png").unlink()
+    pictures, numbers = tmp_path / "pictures", tmp_path / "numbers"
+    for arguments in (["heatmap", photos, "--out", pictures], ["explain", "statistics", photos, "--out", numbers]):
+        said = sima(*arguments, "--compare", "softmax").stderr
+        assert said.count("[tall].png cannot be read as an image") == 1
+        assert "1 of the 3 photos cannot be read and were left out" in said
+    assert {p.name for p in pictures.iterdir()} == {"wide.png", "square.png", "contact_sheet.png"}
+    assert {row.images for row in read_rows(numbers / "statistics.csv", AttentionRow)} == {2}
+    broken = photos / "[tall].png"
+    assert "cannot be read as an image" in str(sima("heatmap", broken, "--out", pictures, code=1).exception)
+    result = sima("heatmap", broken, broken, "--out", pictures, code=1)
+    assert str(result.exception) == "none of the 2 photos can be read"
+
+
 def test_effect_and_statistics(photos, tmp_path):
     target = tmp_path / "effect.png"
     sima("explain", "effect", photos / "wide.png", "--patch", "1,2", "--compare", "softmax", "--out", target)

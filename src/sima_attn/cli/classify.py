@@ -37,23 +37,14 @@ def classify_command(
 ) -> None:
     """What is in a photo: the most likely classes. A photo that cannot be read is named and left out."""
     check_installed()
-    from sima_attn.explain.subject import find_photos, open_photo
+    from sima_attn.explain.subject import find_photos, open_photos
 
     device = resolve_device(device)
     files = find_photos([path for pattern in photos for path in matching(pattern)])
     subject = trained_subject(model, device=device)
-    shown = 0
-    for path in files:
-        try:
-            photo = open_photo(path)
-        except (ValueError, FileNotFoundError) as error:
-            console.print(f"[yellow]left out:[/yellow] {escape(str(error))}", highlight=False, soft_wrap=True)
-            continue
-        shown += 1
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)  # names of files are no markup
+    for path, photo in open_photos(files, say=say):
         print_classes(path.name, top_classes(subject, photo, top))
-    if not shown:
-        console.print(f"none of the {len(files)} photos can be read", highlight=False)
-        raise typer.Exit(1)
 
 
 def matching(pattern: str) -> list[Path]:

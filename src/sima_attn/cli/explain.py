@@ -1,5 +1,7 @@
 """`sima heatmap` and `sima explain`: what a model looks at, in pictures and numbers."""
 
+from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -7,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import Progress
 
 from sima_attn._devices import resolve_device
 from sima_attn.cli._shared import console, print_table, progress_bar
@@ -63,7 +66,11 @@ def heatmap_command(
     with progress_bar() as progress:
         task = progress.add_task("reading", total=len(files))
         written = gallery.write(
-            files, out, raw=raw, on_photo=lambda path: progress.update(task, advance=1, description=path.name)
+            files,
+            out,
+            raw=raw,
+            say=_teller(progress),
+            on_photo=lambda path: progress.update(task, advance=1, description=path.name),
         )
     _say_written(written)
 
@@ -119,7 +126,8 @@ def statistics_command(
     with progress_bar() as progress:
         task = progress.add_task("reading", total=len(files) * len(subjects))
         for subject in subjects:
-            readings = read_photos(subject, files, size, lambda: progress.advance(task))
+            say = (lambda line: None) if rows else _teller(progress)  # what is broken is told once
+            readings = read_photos(subject, files, size, say=say, on_photo=lambda path: progress.advance(task))
             rows += attention_statistics(readings, unlike(subject.name, names))
     write_rows(out / "statistics.csv", rows)
     plot_statistics(rows, out / "statistics.png")
@@ -128,7 +136,7 @@ def statistics_command(
         [r.model, str(r.layer + 1), f"{r.negative_share:.1%}", f"{r.largest_channel_share:.1%}", f"{1 / r.D:.1%}"]
         for r in rows
     ]
-    print_table(TextTable(header, lines, set()), title=f"attention over {len(files)} photos")
+    print_table(TextTable(header, lines, set()), title=f"attention over {rows[0].images} photos")
     _say_written([out / "statistics.csv", out / "statistics.png"])
 
 
@@ -159,7 +167,7 @@ def deletion_command(
     parts = of or PARTS
     with progress_bar() as progress:
         task = progress.add_task("opening the data", total=None)
-        batches = validation_batches(subject, data, images=images, batch=batch)
+        batches = validation_batches(subject, data, images=images, batch=batch, say=_teller(progress))
         maps = len(parts) * (len(read_attention(subject.model, batches[0][0][:1]).layers) if layers is None else 1)
         progress.update(task, description="hiding patches", total=maps * sum(len(labels) for _, labels in batches))
         rows = deletion_test(
@@ -200,6 +208,11 @@ def _load(models: list[str | None], device: str) -> list["Subject"]:
         if not subject.trained:
             Console(stderr=True).print(f"[yellow]note:[/yellow] {escape(subject.name)} {UNTRAINED}", highlight=False)
     return subjects
+
+
+def _teller(progress: Progress) -> Callable[[str], None]:
+    """What prints a line above the bar as it is: names of files are no markup."""
+    return partial(progress.console.print, markup=False, highlight=False, soft_wrap=True)
 
 
 def _layers(text: str) -> list[int] | None:

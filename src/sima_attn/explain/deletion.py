@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from sima_attn.explain.reading import PARTS, read_attention
 from sima_attn.explain.subject import Subject
-from sima_attn.train.data.loader import evaluation_transform
-from sima_attn.train.data.sources import Source, open_data
+from sima_attn.train.data.loader import BrokenImages, Samples, batch_loader, evaluation_transform
+from sima_attn.train.data.sources import open_data
 from sima_attn.train.recipes import Data
 
 MODES = ("deletion", "insertion")
@@ -181,9 +181,18 @@ def _rows(curves: dict[tuple[int, str, str, str], np.ndarray], model: str) -> li
 
 
 def validation_batches(
-    subject: Subject, data: str | Path, *, images: int, size: int | None = None, batch: int = 32
+    subject: Subject,
+    data: str | Path,
+    *,
+    images: int,
+    size: int | None = None,
+    batch: int = 32,
+    say: Callable[[str], None] = print,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Up to so many images of the val split, spread evenly over it, resized and normalised for the subject."""
+    """Up to so many images of the val split, spread evenly over it, resized and normalised for the subject.
+
+    Broken ones are named by `say` and left out.
+    """
     source = open_data(data, "val")
     K = getattr(subject.model, "num_classes", len(source.classes))
     if len(source.classes) != K or (subject.classes is not None and subject.classes != source.classes):
@@ -195,17 +204,15 @@ def validation_batches(
     transform = evaluation_transform(replace(settings, mean=_three(subject.mean), std=_three(subject.std)))
     chosen = np.linspace(0, len(source) - 1, min(images, len(source))).round().astype(int)
     parts = np.split(chosen, range(batch, len(chosen), batch))
-    return [
-        (torch.stack([transform(_read(source, int(i))) for i in part]), torch.from_numpy(source.labels[part]).long())
-        for part in parts
-    ]
-
-
-def _read(source: Source, index: int) -> Any:
-    try:
-        return source.read(index)
-    except Exception as error:  # whatever the decoder says
-        raise ValueError(f"{source.name(index)} cannot be read as an image: {error}") from None
+    broken, batches = BrokenImages(source, say), []
+    loaded = batch_loader(Samples(source, transform, seed=None), ((0, p, p) for p in parts), workers=0, pin=False)
+    for pictures, labels, passed in loaded:
+        broken.add(passed)
+        if len(labels):
+            batches.append((pictures, labels))
+    if not batches:
+        raise ValueError(f"none of the {len(chosen)} images chosen from {data} can be read")
+    return batches
 
 
 def _three(values: tuple[float, ...]) -> tuple[float, float, float]:

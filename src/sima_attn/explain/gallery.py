@@ -16,7 +16,7 @@ from sima_attn.explain.drawing import Tile, effect_overlay, overlay, sheet, shri
 from sima_attn.explain.effects import effect_scores, signed_unit
 from sima_attn.explain.maps import raw_scores, spread, to_map
 from sima_attn.explain.reading import PARTS, Reading
-from sima_attn.explain.subject import Subject, open_photo
+from sima_attn.explain.subject import Subject, open_photo, open_photos
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -88,17 +88,18 @@ class Gallery:
         out: Path,
         *,
         raw: bool = False,
+        say: Callable[[str], object] = print,
         on_photo: Callable[[Path], object] = lambda path: None,
     ) -> list[Path]:
         """NAME.png for each photo, contact_sheet.png for several, and NAME.npz with the raw scores if asked for.
 
-        The contact sheet shows the chosen layers, or the last one where all were asked for.
+        The contact sheet shows the chosen layers, or the last one where all were asked for. Of several photos those
+        that cannot be read are named by `say` and left out.
         """
         written, groups = [], []
         stems = [SHEET]  # a photo of that name gets a number
-        for path in photos:
-            stem = unlike(path.stem, stems)
-            photo = shrink(open_photo(path), LONGEST)
+        for path, whole in open_photos(photos, say=say, on_photo=on_photo):
+            stem, photo = unlike(path.stem, stems), shrink(whole, LONGEST)
             readings = self.read(photo)
             original = Tile(photo, path.stem)
             tiles = self.tiles(photo, readings, self.layers)
@@ -113,8 +114,7 @@ class Gallery:
             written.append(_save(sheet(rows, self.title(), self.cell), out / f"{stem}.png"))
             if raw:
                 written.append(self._write_raw(readings, out / f"{stem}.npz"))
-            on_photo(path)
-        if len(photos) > 1:
+        if len(groups) > 1:
             together = max(1, COLUMNS // len(groups[0]))  # photos in one line of the sheet
             lines = [[*chain(*groups[i : i + together])] for i in range(0, len(groups), together)]
             written.append(_save(sheet(lines, self.title(), 3 * self.cell // 4), out / f"{SHEET}.png"))
@@ -161,14 +161,15 @@ def write_effect(
 
 
 def read_photos(
-    subject: Subject, photos: Sequence[Path], size: int | None = None, on_photo: Callable[[], object] = lambda: None
+    subject: Subject,
+    photos: Sequence[Path],
+    size: int | None = None,
+    *,
+    say: Callable[[str], object] = print,
+    on_photo: Callable[[Path], object] = lambda path: None,
 ) -> list[Reading]:
-    """A reading of each photo."""
-    readings = []
-    for path in photos:
-        readings.append(subject.read(open_photo(path), size))
-        on_photo()
-    return readings
+    """A reading of each photo; those of several that cannot be read are named by `say` and left out."""
+    return [subject.read(photo, size) for _, photo in open_photos(photos, say=say, on_photo=on_photo)]
 
 
 def _moved(index: int, count: int, other: int) -> int:

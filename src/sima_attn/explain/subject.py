@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,6 +115,31 @@ def open_photo(path: str | Path) -> Image:
         raise FileNotFoundError(f"there is no photo {path}") from None
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise ValueError(f"{path} cannot be read as an image: {error}") from None
+
+
+def open_photos(
+    paths: Sequence[Path],
+    *,
+    say: Callable[[str], object] = print,
+    on_photo: Callable[[Path], object] = lambda path: None,
+) -> Iterator[tuple[Path, Image]]:
+    """Photo after photo; one that cannot be read is named and left out, and an error where there is no other."""
+    broken = 0
+    for path in paths:
+        try:
+            photo = open_photo(path)
+        except (ValueError, FileNotFoundError) as error:
+            if len(paths) == 1:
+                raise
+            say(f"left out: {error}")
+            broken += 1
+        else:
+            yield path, photo
+        on_photo(path)
+    if broken:
+        if broken == len(paths):
+            raise ValueError(f"none of the {broken} photos can be read")
+        say(f"{broken} of the {len(paths)} photos cannot be read and were left out")
 
 
 def find_photos(paths: list[Path]) -> list[Path]:
