@@ -152,6 +152,12 @@ def test_what_is_wrong_is_said(photos, tmp_path, arguments, message):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("patch", ["5", "5,", "1,2,3", "a,b"])
+def test_a_patch_is_a_row_and_a_column(photos, patch):
+    result = sima("explain", "effect", photos / "wide.png", "--patch", patch, code=1)
+    assert str(result.exception) == f"--patch is ROW,COLUMN, two whole numbers such as 3,5, got '{patch}'"
+
+
 def test_a_folder_without_images_and_a_photo_that_is_not_there(tmp_path):
     assert "has no images" in str(sima("heatmap", tmp_path, code=1).exception)
     assert "there is no photo" in str(sima("heatmap", tmp_path / "none.jpg", code=1).exception)

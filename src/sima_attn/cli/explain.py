@@ -90,8 +90,7 @@ def effect_command(
     device: DeviceOption = "auto",
 ) -> None:
     """Draw what one patch takes from all others: red adds, blue takes away."""
-    row, _, column = patch.partition(",")
-    place = (_number(row), _number(column))
+    place = _patch(patch)
     subjects = _load([model, *(compare or [])], device)
     from sima_attn.explain.gallery import write_effect
 
@@ -217,6 +216,14 @@ def _teller(progress: Progress) -> Callable[[str], None]:
 
 def _layers(text: str) -> list[int] | None:
     return None if text == "all" else [_number(text)]
+
+
+def _patch(text: str) -> tuple[int, int]:
+    try:
+        row, column = (int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"--patch is ROW,COLUMN, two whole numbers such as 3,5, got {text!r}") from None
+    return row, column
 
 
 def _number(text: str) -> int:
