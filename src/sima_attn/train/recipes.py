@@ -477,20 +477,24 @@ def with_overrides(recipe: T, overrides: Sequence[str]) -> T:
         where, equals, value = text.partition("=")
         if not equals or not where.strip():
             raise ValueError(f"--set needs name=value, e.g. --set schedule.epochs=10, got {text!r}")
-        recipe = _set(recipe, where.strip().split("."), value.strip(), where.strip())
+        recipe = _set(recipe, where.strip().split("."), value.strip(), where.strip(), list(flat(recipe)))
     return recipe
 
 
-def _set(settings: Any, names: list[str], text: str, where: str) -> Any:
+def _set(settings: Any, names: list[str], text: str, where: str, known: list[str]) -> Any:
     first, *rest = names
     kinds = typing.get_type_hints(type(settings))
     if first not in kinds:
+        # The same name in another group is meant rather than a similar one in this: run.epochs is no run.eval_epochs.
+        same = [repr(name) for name in known if name.split(".")[-1] == names[-1]]
+        if same:
+            raise ValueError(f"unknown setting {where!r}; did you mean {' or '.join(same)}?")
         raise unknown_name(f"setting {where!r}:", first, kinds)
     now = getattr(settings, first)
     if is_dataclass(now):
         if not rest:
             raise ValueError(f"{where} is a group of settings: {', '.join(f'{where}.{f.name}' for f in fields(now))}")
-        return replace(settings, **{first: _set(now, rest, text, where)})
+        return replace(settings, **{first: _set(now, rest, text, where, known)})
     if isinstance(now, dict):
         if len(rest) != 1:
             raise ValueError(f"{where} needs the name of one argument, e.g. {first}.depth=6")
