@@ -21,7 +21,12 @@ def demo(
         bool, typer.Option("--attentions", help="Compare every attention instead: parity, exp(), MACs, speed.")
     ] = False,
     seconds: Annotated[
-        float | None, typer.Option(help="With --attentions, time for each number of tokens.", min=0.0, show_default="3")
+        float | None,
+        typer.Option(
+            help="With --attentions, time for each number of tokens; 0 is three samples of each attention, no fewer.",
+            min=0.0,
+            show_default="3",
+        ),
     ] = None,
 ) -> None:
     """Train a transformer without exp() and its softmax twin on digits, compare them; classify photos, draw a map."""
