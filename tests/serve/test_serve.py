@@ -130,6 +130,12 @@ def test_a_softmax_model_is_timed_against_its_conversion(monkeypatch):
     assert looker.times(Image.new("RGB", (40, 40)), 32).sima_ms > 0
 
 
+def test_a_model_without_attention_is_refused_before_the_server_starts():
+    subject = subject_of(timm.create_model("resnet18", num_classes=5), facts={"input_size": (3, 32, 32)})
+    with pytest.raises(ValueError, match="no self-attention of this ResNet can be read"):
+        create_app(subject)
+
+
 HOSTILE = {
     "nothing": (b"", 400),
     "text": (b"hello, I am a photo", 415),

@@ -103,6 +103,8 @@ class Looker:
         fitting = [size for size in SIZES if 1 <= (size // subject.multiple) ** 2 <= limits.tokens]
         self.sizes = sorted({*fitting, subject.size}) if subject.any_size else [subject.size]
         self._facts: ModelFacts | None = None
+        # Read before the server starts: a model without attention is refused here, not at every request.
+        self._layers = len(read_attention(subject.model, torch.zeros(1, 3, subject.size, subject.size)).layers)
         self._twins: tuple[nn.Module, nn.Module] | None = None
 
     def facts(self) -> ModelFacts:
@@ -110,13 +112,12 @@ class Looker:
         if self._facts is None:
             model, size = self.subject.model, self.subject.size
             report = audit(model, size)
-            image = torch.zeros(1, 3, size, size)
             self._facts = ModelFacts(
                 name=self.subject.name,
                 trained=self.subject.trained,
                 size=size,
                 sizes=self.sizes,
-                layers=len(read_attention(model, image).layers),
+                layers=self._layers,
                 params=report.params,
                 macs=report.macs,
                 exps_in_attention=report.attention_exps,
