@@ -29,6 +29,7 @@ from sima_attn.serve.in_browser import RUNTIME, InBrowser
 from sima_attn.serve.limits import Gate, Limits, Refusal
 from sima_attn.serve.looking import Looker, softmax_twin
 from sima_attn.serve.photos import decode
+from sima_attn.train.data.sources import IMAGE_ENDINGS
 
 VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 2, "num_classes": 5}
 CVT = {"embed_dims": (8, 16, 24), "depths": (1, 1, 1), "num_heads": (1, 2, 3), "num_classes": 5}
@@ -273,6 +274,15 @@ def test_samples_are_offered_by_name_alone(client):
     assert Image.open(io.BytesIO(small.content)).size == (30, 20)
     for name in ("none", "..%2F..%2Fetc%2Fpasswd", "red.png", "%00"):
         assert client.get(f"/api/samples/{name}").status_code == 404
+
+
+def test_samples_of_every_ending_are_read_and_none_hides_another(tmp_path):
+    names = [f"red{ending}" for ending in IMAGE_ENDINGS]
+    for name in names:
+        Image.new("RGB", (60, 40), (200, 20, 20)).save(tmp_path / name)
+    client = TestClient(create_app(small_subject(), samples=tmp_path, limits=LIMITS, hosts=None))
+    assert client.get("/api/samples").json() == sorted(names)
+    assert {client.get(f"/api/samples/{name}").status_code for name in names} == {200}
 
 
 def test_other_hosts_and_other_sites_are_turned_away(client):

@@ -14,6 +14,7 @@ from sima_attn.serve.limits import Limits, Refusal
 from sima_attn.train.data.sources import IMAGE_ENDINGS, to_rgb
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+SAMPLE_FORMATS = (*FORMATS, "TIFF", "PPM")  # of IMAGE_ENDINGS; the samples are files of whoever serves them
 DRAWN = 1024  # more pixels a side than any model is shown
 MOST_SAMPLES = 60
 SAMPLES = {  # of scikit-image, which brings these files along
@@ -25,7 +26,7 @@ SAMPLES = {  # of scikit-image, which brings these files along
 }
 
 
-def decode(data: bytes, limits: Limits) -> Image.Image:
+def decode(data: bytes, limits: Limits, formats: tuple[str, ...] = FORMATS) -> Image.Image:
     """The photo in these bytes, RGB, the way up that its camera noted, no larger than needed.
 
     The size is read and checked before a single pixel is decoded.
@@ -35,11 +36,11 @@ def decode(data: bytes, limits: Limits) -> Image.Image:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our own limit is lower
-            image = Image.open(io.BytesIO(data), formats=FORMATS)
+            image = Image.open(io.BytesIO(data), formats=formats)
     except Image.DecompressionBombError:
         raise Refusal(413, f"the photo has more than {limits.pixels / 1e6:.0f} million pixels") from None
     except UnidentifiedImageError:
-        raise Refusal(415, f"this is not an image that can be read; formats: {', '.join(FORMATS)}") from None
+        raise Refusal(415, f"this is not an image that can be read; formats: {', '.join(formats)}") from None
     except Exception:  # decoders raise what they like on a broken header
         raise Refusal(422, "the photo is broken: its header cannot be read") from None
     millions = image.width * image.height / 1e6
@@ -68,7 +69,11 @@ def find_samples(folder: Path | None) -> Mapping[str, Path]:
         files = sorted(path for path in folder.iterdir() if path.suffix.lower() in IMAGE_ENDINGS)
         if not files:
             raise FileNotFoundError(f"the folder of samples {folder} has no images ({', '.join(IMAGE_ENDINGS)})")
-        return {path.stem: path for path in files[:MOST_SAMPLES]}
+        files = files[:MOST_SAMPLES]
+        names = [path.stem for path in files]
+        if len(set(names)) < len(names):  # x.jpg beside x.jpeg
+            names = [path.name for path in files]
+        return dict(zip(names, files, strict=True))
     spec = find_spec("skimage")
     if spec is None or spec.origin is None:
         return {}
@@ -78,7 +83,7 @@ def find_samples(folder: Path | None) -> Mapping[str, Path]:
 
 def thumbnail(path: Path, limits: Limits, side: int = DRAWN) -> bytes:
     """A sample as JPEG, its longer side at most so many pixels."""
-    photo = decode(path.read_bytes(), limits)
+    photo = decode(path.read_bytes(), limits, SAMPLE_FORMATS)
     photo.thumbnail((side, side))
     buffer = io.BytesIO()
     photo.save(buffer, "JPEG", quality=88)
