@@ -20,7 +20,7 @@ pytest.importorskip("httpx")
 
 from fastapi.testclient import TestClient
 
-from sima_attn.explain.subject import subject_of
+from sima_attn.explain.subject import open_photo, subject_of
 from sima_attn.nn import SimAttention
 from sima_attn.nn.baselines.softmax import SoftmaxAttention
 from sima_attn.serve import looking
@@ -191,6 +191,15 @@ def test_a_photo_is_turned_the_way_up_that_the_camera_noted():
     exif = Image.Exif()
     exif[0x0112] = 6
     assert decode(photo((60, 40), "JPEG", exif=exif), LIMITS).size == (40, 60)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA"])
+def test_a_transparent_photo_is_what_the_commands_and_training_read(mode, tmp_path):
+    image = Image.linear_gradient("L").convert("RGBA")
+    image.putalpha(Image.linear_gradient("L").rotate(90))
+    path = tmp_path / "photo.png"
+    image.convert(mode).save(path)
+    assert decode(path.read_bytes(), LIMITS).tobytes() == open_photo(path).tobytes()
 
 
 @pytest.mark.parametrize("query", ["size=0", "size=-1", "size=99999", "size=abc", "size=33", "size=1e9"])

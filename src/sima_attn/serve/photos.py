@@ -49,12 +49,7 @@ def decode(data: bytes, limits: Limits, formats: tuple[str, ...] = FORMATS) -> I
     try:
         image.draft("RGB", (DRAWN, DRAWN))  # JPEG decodes at a fraction of its size where that is enough
         image.load()
-        upright = ImageOps.exif_transpose(image)
-        if upright.mode in ("RGBA", "LA", "PA") or "transparency" in upright.info:
-            upright = upright.convert("RGBA")
-            white = Image.new("RGBA", upright.size, (255, 255, 255, 255))
-            upright = Image.alpha_composite(white, upright)
-        upright = to_rgb(upright)
+        upright = to_rgb(ImageOps.exif_transpose(image))
         upright.thumbnail((DRAWN, DRAWN))
     except Exception:  # as above, in the pixels
         raise Refusal(422, "the photo is broken: its pixels cannot be decoded") from None

@@ -67,7 +67,8 @@ function prepared(photo, { size, crop_ratio, interpolation, mean, std }) {
   return image;
 }
 
-// A file -> a canvas of its pixels, the way up that its camera noted, on white where it is transparent.
+// A file -> a canvas of its pixels, the way up that its camera noted, on black where it is transparent:
+// the server takes the colours that a photo hides there, a canvas drops them, and mostly they are black.
 async function decoded(file) {
   const bitmap = await createImageBitmap(file, { colorSpaceConversion: "none" }).catch(() => {
     throw new Error("this is not an image that the browser can read");
@@ -76,7 +77,7 @@ async function decoded(file) {
   const sides = [bitmap.width, bitmap.height].map((side) => Math.max(1, Math.round(side * scale)));
   const canvas = new OffscreenCanvas(...sides);
   const context = canvas.getContext("2d", { willReadFrequently: true });
-  context.fillStyle = "#fff";
+  context.fillStyle = "#000";
   context.fillRect(0, 0, ...sides);
   context.drawImage(bitmap, 0, 0, ...sides);
   bitmap.close();

@@ -47,7 +47,7 @@ function draw() {
   const context = view.getContext("2d");
   const showsEffect = part() === "effect" && state.effect !== null;
   context.imageSmoothingQuality = "high";
-  context.fillStyle = "#fff";  // what the model sees behind a transparent photo
+  context.fillStyle = "#000";  // where a photo is transparent the model sees the colours it hides, mostly black
   context.fillRect(0, 0, view.width, view.height);
   context.filter = showsEffect ? "grayscale(1)" : "none";
   context.drawImage(state.bitmap, 0, 0, view.width, view.height);

@@ -147,8 +147,9 @@ def _decode(data: Any) -> Image:
 def to_rgb(image: Image) -> Image:
     """Any image in 8-bit RGB: grey, palette and transparent ones, and those of 16 bits, whole numbers or floats.
 
-    Pillow would clip the latter at 255 and make them white. Whole numbers up to 255 are taken for bytes and up to 65535
-    for 16 bits, floats up to 1 for shares of white and up to 255 for bytes; others raise.
+    Of transparent ones the colours stay and the transparency goes. Pillow would clip 16 bits and floats at 255 and make
+    them white. Whole numbers up to 255 are taken for bytes and up to 65535 for 16 bits, floats up to 1 for shares of
+    white and up to 255 for bytes; others raise.
     """
     if not image.mode.startswith("I;16") and image.mode not in ("I", "F"):
         return image.convert("RGB")
