@@ -4,6 +4,7 @@ import asyncio
 import io
 import re
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from sima_attn.serve.in_browser import RUNTIME, InBrowser
 from sima_attn.serve.limits import Gate, Limits, Refusal
 from sima_attn.serve.looking import Looker, softmax_twin
 from sima_attn.serve.photos import decode
+from sima_attn.serve.run import serve
 from sima_attn.train.data.sources import IMAGE_ENDINGS
 
 VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 2, "num_classes": 5}
@@ -346,6 +348,18 @@ def test_openapi_names_every_refusal(client):
         operation = schema["paths"][path]["post"]
         assert "requestBody" in operation
         assert {"200", "400", "413", "415", "422", "429", "504"} <= set(operation["responses"])
+
+
+def test_what_is_in_the_way_of_listening_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for host, message in (
+            ("127.0.0.1", f"127.0.0.1:{port}: .*; choose another --port"),
+            ("1.2.3.4.5", r"1\.2\.3\.4\.5: .*; --host is a name or an address of this machine"),
+            ("192.0.2.1", r"192\.0\.2\.1: .*; --host is a name or an address of this machine"),
+        ):
+            with pytest.raises(ValueError, match=f"cannot listen on {message}"):
+                serve(small_subject(), host=host, port=port, samples=None, limits=LIMITS)
 
 
 def test_it_listens_answers_and_stops_when_told():

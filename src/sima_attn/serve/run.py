@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from importlib.util import find_spec
 from pathlib import Path
@@ -47,7 +48,12 @@ def serve(
             listener.bind((host, port))
             listener.listen(128)  # before the address is printed: who reads it may come at once
         except OSError as error:
-            raise ValueError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from None
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                raise ValueError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from None
+            raise ValueError(
+                f"cannot listen on {host}: {error.strerror}; --host is a name or an address of this machine, such as "
+                "127.0.0.1, or 0.0.0.0 for all of them"
+            ) from None
         shown = f"[{host}]" if ":" in host else host
         print(f"http://{shown}:{listener.getsockname()[1]}  (Ctrl-C stops it)", flush=True)
         config = uvicorn.Config(
