@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 from sima_attn import __version__, cli
-from sima_attn.bench import demo
+from sima_attn.bench import cpu, demo, edge, knn
 from sima_attn.bench.figures import check_can_plot
 from sima_attn.cli import doctor
 from sima_attn.ops import api
@@ -87,6 +87,28 @@ def test_demo_takes_no_seconds_where_they_mean_nothing(tmp_path):
 
 def test_bench_table_prints_the_committed_rows():
     assert sima("bench", "table", "--threads", "1").startswith("| B, H, N, D | order |")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("cpu", "--threads", "1", "--threads", "0"), "greater than or equal to 1"),
+        (("cpu", "--out", "."), "'.' is a directory"),
+        (("edge", "--threads", "1", "--threads", "0"), "greater than or equal to 1"),
+        (("edge", "--model", "xcit_mini", "--size", "64", "--size", "2"), "xcit_mini takes images of 4 px or more"),
+        (("model", "--model", "deit", "--model", "cvt"), "unknown model 'cvt'; known: deit, xcit"),
+        (("model", "--pixels", "224", "--pixels", "100"), "unknown size 100; known: 224, 512"),
+        (("knn", "--bank", "0"), "greater than or equal to 1"),
+    ],
+)
+def test_options_of_a_benchmark_are_checked_before_anything_is_measured(arguments, message, monkeypatch):
+    def measure(*_, **__):
+        raise AssertionError("it was measured")
+
+    for module, name in ((cpu, "time_interleaved"), (edge, "_make_files"), (knn, "write_bank")):
+        monkeypatch.setattr(module, name, measure)
+    result = runner.invoke(cli.app, ["bench", *arguments])
+    assert message in f"{result.output} {result.exception}"
 
 
 def test_an_error_of_the_user_is_one_line_without_a_traceback(tmp_path):

@@ -173,6 +173,9 @@ def bench_edge(
     chosen = list(wanted_runtimes or runtimes.installed_runtimes())
     for runtime in chosen:
         runtimes.check_runtime(runtime)
+    for name in families:
+        if sizes and min(sizes) < FAMILIES[name].patch:
+            raise ValueError(f"{name} takes images of {FAMILIES[name].patch} px or more, got {min(sizes)} px")
     if FP32 not in precisions:
         precisions = (FP32, *precisions)  # what everything is compared with
     for name in families:

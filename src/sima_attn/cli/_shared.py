@@ -1,5 +1,6 @@
 """What several commands use to speak to the user."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,6 +14,11 @@ if TYPE_CHECKING:
 # A table needs its width even where the output is not a terminal.
 console = Console() if Console().is_terminal else Console(width=120)
 
+# Checked before anything is measured: what was measured until then would be lost.
+RowsFile = Annotated[Path, typer.Option(help="CSV file for the rows.", dir_okay=False)]
+FigureFile = Annotated[Path, typer.Option(help="PNG file for the figure.", dir_okay=False)]
+Threads = Annotated[list[int], typer.Option(help="Thread counts; repeat for several.", min=1)]
+Pixels = Annotated[list[int] | None, typer.Option(help="Image sides; repeat for several. Default: all.", min=1)]
 Seconds = Annotated[float, typer.Option(help="Time for each group of measurements.", min=0.0)]
 
 

@@ -5,15 +5,15 @@ from typing import Annotated
 
 import typer
 
-from sima_attn.cli._shared import Seconds, console, print_table, progress_bar
+from sima_attn.cli._shared import FigureFile, Pixels, RowsFile, Seconds, Threads, console, print_table, progress_bar
 
 app = typer.Typer(help="Measure, write rows, print tables.", no_args_is_help=True)
 
 
 @app.command("cpu")
 def bench_cpu_command(
-    out: Annotated[Path, typer.Option(help="CSV file for the rows.")] = Path("benchmarks/results/cpu.csv"),
-    threads: Annotated[list[int], typer.Option(help="Thread counts; repeat for several.")] = [1, 2],  # noqa: B006
+    out: RowsFile = Path("benchmarks/results/cpu.csv"),
+    threads: Threads = [1, 2],  # noqa: B006
     seconds: Seconds = 6.0,
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Time torch.compile too.")] = True,
 ) -> None:
@@ -44,8 +44,8 @@ def bench_cpu_command(
 
 @app.command("gpu")
 def bench_gpu_command(
-    out: Annotated[Path, typer.Option(help="CSV file for the rows.")] = Path("benchmarks/results/gpu.csv"),
-    figure: Annotated[Path, typer.Option(help="PNG file for the figure.")] = Path("docs/images/gpu.png"),
+    out: RowsFile = Path("benchmarks/results/gpu.csv"),
+    figure: FigureFile = Path("docs/images/gpu.png"),
     seconds: Seconds = 0.3,
 ) -> None:
     """SimA's fused kernels against flash and cuDNN softmax, the paper's code, XCA and ELU, on a CUDA device."""
@@ -75,9 +75,9 @@ def bench_gpu_command(
 
 @app.command("model")
 def bench_model_command(
-    out: Annotated[Path, typer.Option(help="CSV file for the rows.")] = Path("benchmarks/results/model.csv"),
+    out: RowsFile = Path("benchmarks/results/model.csv"),
     model: Annotated[list[str] | None, typer.Option(help="deit or xcit; repeat for both. Default: both.")] = None,
-    pixels: Annotated[list[int] | None, typer.Option(help="Image sides; repeat for several. Default: all.")] = None,
+    pixels: Pixels = None,
     seconds: Seconds = 2.0,
 ) -> None:
     """Whole models against their SimA twins on a CUDA device: inference, training, peak memory."""
@@ -86,12 +86,14 @@ def bench_model_command(
     from sima_attn.bench.rows import write_rows
     from sima_attn.bench.tables import model_table
 
+    sides = [size.pixels for size in SIZES]
+    for kind, given, known in (("model", model, ["deit", "xcit"]), ("size", pixels, sides)):
+        unknown = [one for one in given or () if one not in known]
+        if unknown:
+            raise ValueError(f"unknown {kind} {unknown[0]!r}; known: {', '.join(map(str, known))}")
     check_cuda()
     sizes = [size for size in SIZES if pixels is None or size.pixels in pixels]
-    twins = [pair for pair in TWINS if model is None or any(pair.timm_name.startswith(name) for name in model)]
-    if not sizes or not twins:
-        known = f"models: deit, xcit; sizes: {', '.join(str(size.pixels) for size in SIZES)}"
-        raise ValueError(f"there is nothing to measure for {model} at {pixels}; {known}")
+    twins = [pair for pair in TWINS if model is None or pair.timm_name.partition("_")[0] in model]
     rows = []
     with progress_bar() as progress:
         task = progress.add_task("compiling", total=2 * len(sizes) * len(twins))
@@ -105,7 +107,7 @@ def bench_model_command(
 
 @app.command("serve")
 def bench_serve_command(
-    out: Annotated[Path, typer.Option(help="CSV file for the row.")] = Path("benchmarks/results/serve.csv"),
+    out: RowsFile = Path("benchmarks/results/serve.csv"),
     model: Annotated[
         str | None, typer.Option(help="As in `sima serve`.", show_default="the model that it takes by itself")
     ] = None,
@@ -145,11 +147,15 @@ def bench_table_command(
 
 @app.command("knn")
 def bench_knn_command(
-    bank: Annotated[int | None, typer.Option(help="Images in the bank.", show_default="1281167; CPU 20000")] = None,
-    dim: Annotated[int | None, typer.Option(help="Channels of a feature.", show_default="384; CPU 64")] = None,
-    queries: Annotated[int | None, typer.Option(help="Images to classify.", show_default="50000; CPU 1000")] = None,
+    bank: Annotated[
+        int | None, typer.Option(help="Images in the bank.", min=1, show_default="1281167; CPU 20000")
+    ] = None,
+    dim: Annotated[int | None, typer.Option(help="Channels of a feature.", min=1, show_default="384; CPU 64")] = None,
+    queries: Annotated[
+        int | None, typer.Option(help="Images to classify.", min=1, show_default="50000; CPU 1000")
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    out: Annotated[Path, typer.Option(help="CSV file for the rows.")] = Path("benchmarks/results/knn_speed.csv"),
+    out: RowsFile = Path("benchmarks/results/knn_speed.csv"),
 ) -> None:
     """20-NN on synthetic features, the bank read from a file in blocks and held in memory: time and memory."""
     from sima_attn._devices import resolve_device
@@ -182,7 +188,7 @@ def bench_dino_command(
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A setting of the recipe miniature.")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    out: Annotated[Path, typer.Option(help="CSV file for the rows.")] = Path("benchmarks/results/dino_step.csv"),
+    out: RowsFile = Path("benchmarks/results/dino_step.csv"),
 ) -> None:
     """A step of DINO: plain, recorded as a CUDA graph, compiled, and both.
 

@@ -5,15 +5,15 @@ from typing import Annotated
 
 import typer
 
-from sima_attn.cli._shared import Seconds, console, print_table, progress_bar
+from sima_attn.cli._shared import FigureFile, RowsFile, Seconds, Threads, console, print_table, progress_bar
 
 app = typer.Typer()
 
 
 @app.command("edge")
 def bench_edge_command(
-    out: Annotated[Path, typer.Option(help="CSV file for the rows.")] = Path("benchmarks/results/edge.csv"),
-    figure: Annotated[Path, typer.Option(help="PNG file for the figure.")] = Path("docs/images/edge.png"),
+    out: RowsFile = Path("benchmarks/results/edge.csv"),
+    figure: FigureFile = Path("docs/images/edge.png"),
     files: Annotated[Path, typer.Option(help="Folder for the .onnx files, kept for the next run.")] = Path("runs/edge"),
     model: Annotated[
         list[str] | None,
@@ -22,7 +22,7 @@ def bench_edge_command(
     size: Annotated[
         list[int] | None, typer.Option(help="Image side in pixels; repeat. xcit_mini: 64, 128; others: 224, 512.")
     ] = None,
-    threads: Annotated[list[int], typer.Option(help="Thread counts; repeat for several.")] = [1, 2],  # noqa: B006
+    threads: Threads = [1, 2],  # noqa: B006
     precision: Annotated[list[str], typer.Option(help="fp32, int8; repeat.")] = ["fp32", "int8"],  # noqa: B006
     runtime: Annotated[
         list[str] | None, typer.Option(help="onnxruntime, openvino; repeat. All that are installed.")
@@ -68,7 +68,7 @@ def bench_edge_command(
 
 @app.command("paper-edge")
 def bench_paper_edge_command(
-    out: Annotated[Path, typer.Option(help="CSV file for the rows.")] = Path("benchmarks/results/paper_edge.csv"),
+    out: RowsFile = Path("benchmarks/results/paper_edge.csv"),
     runs: Annotated[int, typer.Option(help="Runs of every attention.", min=1)] = 1000,
     threads: Annotated[int, typer.Option(help="Threads.", min=1)] = 1,
 ) -> None:
@@ -95,7 +95,7 @@ def bench_paper_edge_command(
 
 @app.command("paper-gpu")
 def bench_paper_gpu_command(
-    out: Annotated[Path, typer.Option(help="CSV file for the rows.")] = Path("benchmarks/results/paper_gpu.csv"),
+    out: RowsFile = Path("benchmarks/results/paper_gpu.csv"),
     seconds: Seconds = 1.0,
 ) -> None:
     """Figure A1 of the paper on a CUDA device: sweeps over resolution and width, order pinned, batch 8."""

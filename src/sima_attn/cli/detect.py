@@ -8,7 +8,7 @@ import typer
 
 from sima_attn._devices import resolve_device
 from sima_attn.cli import bench
-from sima_attn.cli._shared import Seconds, console, print_table, progress_bar
+from sima_attn.cli._shared import Pixels, Seconds, console, print_table, progress_bar
 from sima_attn.cli.train import check_installed, resolved, say_finished
 
 app = typer.Typer(help="Boxes and instance masks: Mask R-CNN, COCO's format.", no_args_is_help=True)
@@ -152,9 +152,10 @@ def recipes_command() -> None:
 @bench.app.command("detect")
 def bench_detect_command(
     out: Annotated[
-        Path | None, typer.Option(help="CSV file.", show_default="benchmarks/results/detect_DEVICE.csv")
+        Path | None,
+        typer.Option(help="CSV file.", dir_okay=False, show_default="benchmarks/results/detect_DEVICE.csv"),
     ] = None,
-    pixels: Annotated[list[int] | None, typer.Option(help="Image sides; repeat for several. Default: all.")] = None,
+    pixels: Pixels = None,
     device: Device = "auto",
     seconds: Seconds = 2.0,
 ) -> None:
