@@ -1,10 +1,15 @@
 """Rows survive the trip through a file, or say why not."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
+from sima_attn.bench.cpu import CpuRow
 from sima_attn.bench.rows import cpu_name, read_rows, write_rows
+from sima_attn.bench.tables import cpu_table
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,28 @@ def test_a_file_of_other_columns_is_named(tmp_path):
     path.write_text("name,speed\na,1\n")
     with pytest.raises(ValueError, match=r"has the columns \['name', 'speed'\].*run the benchmark again"):
         read_rows(path, Row)
+
+
+@pytest.mark.parametrize("line", ["b,Fal", "b,False,-1", "b,False,-1,2e-7,3", "b,no,-1,2e-7", "b,False,1.5,2", "\x00,"])
+def test_a_cut_or_garbled_line_is_named(line, tmp_path):
+    path = tmp_path / "rows.csv"
+    write_rows(path, ROWS[:1])
+    with open(path, "a") as file:
+        file.write(line)
+    with pytest.raises(ValueError, match=r"line 3 of .*rows\.csv is no row of Row: .*; run the benchmark again"):
+        read_rows(path, Row)
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path):
+    (tmp_path / "rows.csv").write_bytes(b"\xff\xfe\x00\n")
+    with pytest.raises(ValueError, match=r"rows\.csv is no text"):
+        read_rows(tmp_path / "rows.csv", Row)
+
+
+def test_a_table_of_rows_that_were_cut_says_so():
+    rows = [row for row in read_rows(RESULTS / "cpu.csv", CpuRow) if row.method != "sima"]
+    with pytest.raises(ValueError, match=r"no row of sima for B, H, N, D = \(1, 6, 196, 64\): the rows were cut"):
+        cpu_table(rows, 1)
 
 
 def test_no_rows_is_an_error(tmp_path):

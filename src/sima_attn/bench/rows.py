@@ -16,7 +16,7 @@ _PARSE: dict[str, Callable[[str], object]] = {
     "int": int,
     "float": float,
     "str": str,
-    "bool": lambda text: text == "True",
+    "bool": {"True": True, "False": False}.__getitem__,
 }
 
 
@@ -33,14 +33,26 @@ def write_rows(path: Path, rows: Sequence[object]) -> None:
 def read_rows(path: Path, row_type: type[RowType]) -> list[RowType]:
     """The rows of a CSV file that `write_rows` wrote."""
     columns = {field.name: str(getattr(field.type, "__name__", field.type)) for field in fields(row_type)}  # type: ignore[arg-type]
-    with open(path, newline="") as file:
-        reader = csv.DictReader(file)
-        if list(reader.fieldnames or []) != list(columns):
+    try:
+        with open(path, newline="") as file:
+            reader = csv.DictReader(file.readlines())
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is no text; give a CSV file that a benchmark wrote") from None
+    if list(reader.fieldnames or []) != list(columns):
+        raise ValueError(
+            f"{path} has the columns {reader.fieldnames}, {row_type.__name__} has {list(columns)}: it was written "
+            "by another version; run the benchmark again"
+        )
+    rows = []
+    for record in reader:
+        try:
+            rows.append(row_type(**{name: _PARSE[columns[name]](text) for name, text in record.items()}))
+        except (KeyError, TypeError, ValueError):  # a value too many, one too few, one that is not of its type
             raise ValueError(
-                f"{path} has the columns {reader.fieldnames}, {row_type.__name__} has {list(columns)}: it was written "
-                "by another version; run the benchmark again"
-            )
-        return [row_type(**{name: _PARSE[columns[name]](text) for name, text in record.items()}) for record in reader]
+                f"line {reader.line_num} of {path} is no row of {row_type.__name__}: the file was cut or changed; "
+                "run the benchmark again"
+            ) from None
+    return rows
 
 
 def cpu_name() -> str:

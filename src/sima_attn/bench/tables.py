@@ -36,6 +36,8 @@ def cpu_table(rows: Sequence[CpuRow], threads: int) -> TextTable:
     header = ["B, H, N, D", "order", "paper", "SimA", "goal", "paper, compiled", "SimA, compiled", "GFLOP/s", "matmul"]
     lines = []
     for shape, forms in found.items():
+        if ("sima", False) not in forms:
+            raise ValueError(f"there is no row of sima for B, H, N, D = {shape}: the rows were cut; measure again")
         sima = forms["sima", False]
         lines.append(
             [
