@@ -1,5 +1,7 @@
 """Official checkpoints, both ways. None is published, so the tests write them as the official code names them."""
 
+import re
+
 import pytest
 import timm
 import torch
@@ -22,15 +24,16 @@ def same_logits(a, b):
         assert_close(a(x), b(x), 1e-6)
 
 
+@pytest.mark.parametrize("file", ["weights.pth", "weights.safetensors"])
 @pytest.mark.parametrize("name", [f"sima_{DEIT}", f"sima_{XCIT}", f"sima_{DEIT}_layerscale", f"sima_{XCIT}_nolpi"])
-def test_what_is_saved_loads_and_gives_the_same_logits(name, tmp_path):
+def test_what_is_saved_loads_and_gives_the_same_logits(name, file, tmp_path):
     model, other = small(name), small(name, seed=1)
-    save_official(model, tmp_path / "weights.pth")
-    report = load_official(other, tmp_path / "weights.pth")
+    save_official(model, tmp_path / file)
+    report = load_official(other, tmp_path / file)
     assert report.loaded == len(model.state_dict())
     assert report.dropped == report.changed == {}
     same_logits(model, other)
-    assert [p.name for p in tmp_path.iterdir()] == ["weights.pth"]
+    assert [p.name for p in tmp_path.iterdir()] == [file]
 
 
 def test_the_file_has_the_names_of_the_official_code(tmp_path):
@@ -68,10 +71,8 @@ def test_an_xcit_checkpoint_warm_starts_its_sima_twin_and_the_temperature_is_sai
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
 def test_a_deit_checkpoint_loads_and_its_softmax_twin_is_timms_model(tmp_path, suffix):
     deit, path = small(DEIT), tmp_path / f"deit{suffix}"
-    if suffix == ".pth":
-        torch.save({f"module.{k}": v for k, v in deit.state_dict().items()}, path)
-    else:
-        save_file(deit.state_dict(), path)
+    of_several_devices = {f"module.{k}": v for k, v in deit.state_dict().items()}
+    (torch.save if suffix == ".pth" else save_file)(of_several_devices, path)
     twin = small(f"sima_{DEIT}", attention="softmax", seed=1)
     load_official(twin, path)
     x = torch.randn(2, 3, 224, 224)
@@ -100,14 +101,36 @@ def test_what_does_not_fit_is_listed(tmp_path):
         load_official(other, tmp_path / "w.pth")
 
 
+@pytest.mark.parametrize("shape", [(), (192,), (197, 192), (1, 0, 192), (1, 3, 192), (1, 198, 192), (2, 50, 192)])
+def test_position_embeddings_of_no_grid_do_not_fit(shape, tmp_path):
+    model = small(f"sima_{DEIT}")
+    torch.save({**model.state_dict(), "pos_embed": torch.zeros(shape)}, tmp_path / "w.pth")
+    with pytest.raises(ValueError, match=re.escape(f"pos_embed {shape}, the model has (1, 197, 192)")):
+        load_official(model, tmp_path / "w.pth")
+
+
+@pytest.mark.parametrize(
+    ("shape", "problem"),
+    [((), "without a place .*attn.qkv.bias"), ((2,), r"attn.q.bias \(1,\), the model has \(128,\)")],
+)
+def test_a_short_qkv_does_not_fit(shape, problem, tmp_path):
+    model = small(f"sima_{XCIT}")
+    save_official(model, tmp_path / "w.pth")
+    content = torch.load(tmp_path / "w.pth", weights_only=True)["model"]
+    torch.save({**content, "cls_attn_blocks.0.attn.qkv.bias": torch.zeros(shape)}, tmp_path / "w.pth")
+    with pytest.raises(ValueError, match=f"does not fit this model.*{problem}"):
+        load_official(model, tmp_path / "w.pth")
+
+
 def test_files_and_models_of_another_kind_are_refused(tmp_path):
-    torch.save([1, 2], tmp_path / "list.pth")
-    for name in ("junk.pth", "junk.safetensors"):
-        (tmp_path / name).write_text("hi")
-        with pytest.raises(ValueError, match=f"{name} cannot be read as weights"):
-            load_official(timm.create_model("sima_deit_tiny_patch16_224", depth=1), tmp_path / name)
-    with pytest.raises(ValueError, match="holds no state dict"):
-        load_official(small(f"sima_{DEIT}"), tmp_path / "list.pth")
+    for name, text in (("junk.pth", "hi"), ("junk.safetensors", "hi"), ("empty.pth", ""), ("empty.safetensors", "")):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ValueError, match=f"{name} cannot be read as weights: give a .safetensors file, or a .pth"):
+            load_official(small(f"sima_{DEIT}"), tmp_path / name)
+    for content in ([1, 2], {0: torch.zeros(1)}):
+        torch.save(content, tmp_path / "other.pth")
+        with pytest.raises(ValueError, match="holds no state dict"):
+            load_official(small(f"sima_{DEIT}"), tmp_path / "other.pth")
     with pytest.raises(FileNotFoundError, match="none"):
         load_official(small(f"sima_{DEIT}"), tmp_path / "none.pth")
     with pytest.raises(ValueError, match="exist for DeiT and XCiT models, got a Linear"):

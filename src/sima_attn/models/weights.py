@@ -11,9 +11,11 @@ The three code bases name a few parameters differently; every key is accounted f
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from timm.layers import resample_abs_pos_embed
@@ -67,10 +69,18 @@ def load_official(model: nn.Module, path: str | Path) -> LoadReport:
 
 
 def save_official(model: nn.Module, path: str | Path) -> None:
-    """Write the weights of a DeiT or XCiT of ours as the official code names them: {"model": state dict}."""
+    """Write the weights of a DeiT or XCiT of ours as the official code names them.
+
+    The file holds {"model": state dict}; one that ends in .safetensors holds the tensors alone.
+    """
     _check_family(model)
     with written_whole(Path(path)) as temporary:
-        torch.save({"model": _to_official(model)}, temporary)
+        if Path(path).suffix == ".safetensors":
+            from safetensors.torch import save_file
+
+            save_file({key: tensor.contiguous() for key, tensor in _to_official(model).items()}, temporary)
+        else:
+            torch.save({"model": _to_official(model)}, temporary)
 
 
 def _check_family(model: nn.Module) -> None:
@@ -79,29 +89,38 @@ def _check_family(model: nn.Module) -> None:
 
 
 def _read(path: Path) -> StateDict:
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no checkpoint {path}")
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
-            return load_file(path)
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise FileNotFoundError(f"there is no checkpoint {path}") from None
+            content: Any = load_file(path)
+        else:
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever torch and safetensors say of a file that is none of theirs
-        raise ValueError(f"{path} cannot be read as weights: {error}") from error
+        raise ValueError(
+            f"{path} cannot be read as weights: give a .safetensors file, or a .pth that holds tensors alone"
+        ) from error
     for wrapper in WRAPPERS:
         if isinstance(content, dict) and isinstance(content.get(wrapper), dict):
             content = content[wrapper]
-    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
-        raise ValueError(f"{path} holds no state dict, alone or under one of {', '.join(map(repr, WRAPPERS))}")
+    named = isinstance(content, dict) and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in content.items())
+    if not named:
+        raise ValueError(
+            f"{path} holds no state dict (names and their tensors), alone or under one of "
+            f"{', '.join(map(repr, WRAPPERS))}"
+        )
     return {key.removeprefix("module."): value for key, value in content.items()}
 
 
 def _to_ours(key: str, tensor: Tensor, model: nn.Module) -> list[tuple[str, Tensor]]:
     if key.startswith("pos_embeder."):
         return [(key.replace("pos_embeder.", "pos_embed.", 1), tensor)]
-    if found := re.fullmatch(r"(cls_attn_blocks\.\d+\.attn)\.qkv\.(weight|bias)", key):
-        return [(f"{found[1]}.{name}.{found[2]}", part) for name, part in zip("qkv", tensor.chunk(3), strict=True)]
+    found = re.fullmatch(r"(cls_attn_blocks\.\d+\.attn)\.qkv\.(weight|bias)", key)
+    if found and tensor.dim():
+        parts = tensor.tensor_split(3)  # three of any number of rows; wrong ones do not fit the model, which says so
+        return [(f"{found[1]}.{name}.{found[2]}", part) for name, part in zip("qkv", parts, strict=True)]
     if isinstance(model, VisionTransformer) and (found := re.fullmatch(r"(blocks\.\d+)\.gamma([12])", key)):
         return [(f"{found[1]}.ls{found[2]}.gamma", tensor)]
     return [(key, tensor)]
@@ -124,9 +143,12 @@ def _to_official(model: nn.Module) -> StateDict:
 
 
 def _resample_positions(model: VisionTransformer, state: StateDict, changed: dict[str, str]) -> None:
-    """Position embeddings of another image size are resampled, as timm does it."""
+    """Position embeddings of another image size are resampled, as timm does it; others do not fit, and that is said."""
     wanted, given = model.pos_embed, state.get("pos_embed")
-    if wanted is None or given is None or given.shape == wanted.shape or given.shape[-1] != wanted.shape[-1]:
+    if wanted is None or given is None or given.shape == wanted.shape:
+        return
+    patches = given.shape[1] - model.num_prefix_tokens if given.dim() == 3 else 0
+    if patches < 1 or math.isqrt(patches) ** 2 != patches or given.shape != (1, given.shape[1], wanted.shape[2]):
         return
     grid = model.patch_embed.grid_size
     state["pos_embed"] = resample_abs_pos_embed(given, new_size=list(grid), num_prefix_tokens=model.num_prefix_tokens)
