@@ -144,6 +144,21 @@ def test_the_report_reads_like_one():
     assert any(isinstance(m, SimClassAttention) for m in model.modules())
 
 
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [("deit_tiny_patch16_224", "softmax"), ("pvt_v2_b0", "softmax"), ("xcit_nano_12_p16_224", "xca")],
+)
+def test_an_attention_that_computes_the_same_is_not_said_to_need_fine_tuning(name, attention):
+    model, x = build(name)
+    with torch.no_grad():
+        before = model(x)
+        report = convert(model, attention)
+        assert_close(model(x), before, 1e-5)
+    assert "computes the function that they were trained for" in str(report)
+    report.undo()
+    assert "another function" in str(convert(model, "elu"))
+
+
 def test_torchvision_vit():
     model = torchvision.models.VisionTransformer(32, 8, 2, 4, 32, 64, num_classes=5).eval()
     x = torch.randn(2, 3, 32, 32)

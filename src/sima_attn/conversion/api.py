@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from sima_attn.conversion.huggingface import convert_pretrained, is_pretrained_model
-from sima_attn.conversion.modules import Exchange, Refused, exchange, looks_like_attention
-from sima_attn.conversion.report import ConversionReport, Converted, Skipped
+from sima_attn.conversion.modules import SAME_FUNCTION, Exchange, Refused, exchange, looks_like_attention
+from sima_attn.conversion.report import SAME_NOTE, ConversionReport, Converted, Skipped
 from sima_attn.nn import Attention, attention_class
 
 Where = Callable[[str, nn.Module], bool]
@@ -20,8 +20,9 @@ def convert(
 ) -> ConversionReport:
     """Exchange the attentions of a timm, torchvision, transformers or plain torch model, weights carried over.
 
-    The model is changed in place; its classes are not. Its accuracy is lost until it is fine-tuned: the
-    report says so, and lists what was converted, what was left alone and why.
+    The model is changed in place; its classes are not. Its accuracy is lost until it is fine-tuned, unless the
+    attention computes the same as before: the report says so, and lists what was converted, what was left alone and
+    why.
 
     Args:
         model: The model, or any module that holds attentions.
@@ -62,6 +63,8 @@ def convert(
             raise ValueError(f"the attentions of this {type(model).__name__} are {attention!r} already")
         found = "; ".join(f"{one.path} ({one.kind}): {one.reason}" for one in report.skipped) or "it has no attention"
         raise ValueError(f"nothing in this {type(model).__name__} could be converted to {attention!r}: {found}")
+    if all(attention in SAME_FUNCTION.get(one.old, ()) for one in report.converted):
+        report.note = SAME_NOTE
     return report
 
 

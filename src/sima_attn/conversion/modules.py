@@ -198,6 +198,8 @@ ADAPTERS: dict[str, Callable[[Any, str, dict[str, Any]], Exchange]] = {
     "timm.models.pvt_v2.Attention": _pvt,
     "torch.nn.modules.activation.MultiheadAttention": _multihead,
 }
+# Class of timm -> our attentions that compute the same.
+SAME_FUNCTION = {"Attention": ("softmax", "softmax_explicit"), "XCA": ("xca",)}
 _WINDOW_BIAS = "it adds a position bias to every pair of tokens of a window"
 _ROPE = "it turns queries and keys by their position (RoPE) inside its forward"
 REFUSALS = {

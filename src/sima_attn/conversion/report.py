@@ -9,6 +9,7 @@ NOTE = (
     "The weights were carried over, the accuracy was not: this attention computes another function than the one the "
     "weights were trained for. Fine-tune the converted model before you use it."
 )
+SAME_NOTE = "The weights were carried over, and this attention computes the function that they were trained for."
 
 
 @dataclass(frozen=True)
