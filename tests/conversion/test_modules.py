@@ -230,6 +230,35 @@ def test_an_attention_that_is_shared_is_exchanged_everywhere():
     assert model["first"] is model["second"] is shared
 
 
+@pytest.mark.parametrize("name", ["deit_tiny_patch16_224", "xcit_nano_12_p16_224", "torch"])
+def test_hooks_go_along_until_their_handle_removes_them(name):
+    if name == "torch":
+        model, x = (
+            nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 1),
+            torch.randn(2, 6, 16, requires_grad=True),
+        )
+        path = "layers.0.self_attn"
+    else:
+        (model, x), path = build(name), "blocks.0.attn"
+    old, called = model.train().get_submodule(path), []
+    handles = [
+        old.register_forward_pre_hook(lambda module, *_: called.append(("before", module))),
+        old.register_forward_hook(lambda module, *_: called.append(("after", module)), with_kwargs=True),
+        old.register_full_backward_hook(lambda module, *_: called.append(("back", module))),
+    ]
+    report = convert(model)
+    new = model.get_submodule(path)
+    model(x).sum().backward()
+    assert called == [("before", new), ("after", new), ("back", new)]
+    handles[0].remove()
+    handles[2].remove()
+    model(x).sum().backward()
+    assert called[3:] == [("after", new)]
+    report.undo()
+    model(x).sum().backward()
+    assert called[4:] == [("after", old)]
+
+
 def test_a_conversion_that_fails_half_way_leaves_nothing_behind():
     model, x = build("deit_tiny_patch16_224")
     before = model(x)

@@ -13,6 +13,17 @@ from sima_attn.conversion.report import SAME_NOTE, ConversionReport, Converted, 
 from sima_attn.nn import Attention, attention_class
 
 Where = Callable[[str, nn.Module], bool]
+# Where torch keeps what a user has hung on a module.
+HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+    "_is_full_backward_hook",
+)
 
 
 def convert(
@@ -90,6 +101,8 @@ def _convert_modules(
             raise ValueError(f"the model itself is a {kind}: wrap it in a module, which can hold the converted one")
         swaps[module] = swap
         swap.module.train(module.training)
+        for name in HOOKS:  # the same tables, so that a hook's handle removes it from both
+            setattr(swap.module, name, getattr(module, name))
         model.set_submodule(path, swap.module)
         report._undo.append(lambda path=path, old=module: model.set_submodule(path, old))  # type: ignore[misc]
         report.converted.append(Converted(path, kind, type(swap.module).__name__, swap.kept, swap.dropped))
