@@ -244,6 +244,12 @@ def test_wrong_inputs_are_said_and_leave_no_file(fp32, int8, tmp_path):
         quantize_onnx(tmp_path / "none.onnx", out, random_images(32))
     with pytest.raises(ValueError, match="does not say how its images are prepared"):
         open_images(tmp_path, {})
+    with pytest.raises(
+        FileNotFoundError, match=r"has no val images: .*, nor val-\*\.tar, nor image files in it \(\.jpg"
+    ):
+        open_images(tmp_path, metadata_of(fp32))
+    with pytest.raises(FileNotFoundError, match="none does not exist; say with --data where it is"):
+        open_images(tmp_path / "none", metadata_of(fp32))
     if find_spec("sklearn"):
         with pytest.raises(ValueError, match="digits has 10 classes, the file has 2"):
             open_images("digits", {**metadata_of(fp32), "labels": '["a", "b"]'})

@@ -125,7 +125,12 @@ def open_images(
     raw = metadata.get("preprocessing_inside") == "true"
     root = Path(data)
     files = sorted(p for p in root.glob("*") if p.suffix.lower() in IMAGE_ENDINGS) if root.is_dir() else []
-    source = None if files else open_data(data, split)
+    try:
+        source = None if files else open_data(data, split)
+    except FileNotFoundError as error:
+        if not root.is_dir():
+            raise
+        raise FileNotFoundError(f"{error}, nor image files in it ({', '.join(IMAGE_ENDINGS)})") from None
     known = labels_in(metadata)
     if source is not None and known is not None and len(source.classes) != len(known):
         raise ValueError(
