@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -410,6 +411,27 @@ def test_what_a_loop_repeats_has_an_unknown_count(graphs):
     report = audit(graphs.write(loop, weights=weights))
     assert report.calls == (ExpCall("loop/body/t", "Tanh", None, in_attention=False),)
     assert (report.macs, report.params) == (None, 36)
+
+
+@pytest.mark.parametrize(
+    ("operation", "domain", "inputs"),
+    [
+        ("QLinearMatMul", "", "x s z w s_w z_w s_y z_y"),
+        ("QGemm", "com.microsoft", "x s z w s_w z_w b s_y z_y"),
+        ("DynamicQuantizeMatMul", "com.microsoft", "x w s_w z_w b"),
+        ("MatMulInteger", "", "x w z z_w"),
+        ("DequantizeLinear", "", "w s_w z_w"),
+    ],
+)
+def test_scales_and_zero_points_are_no_parameters(graphs, operation, domain, inputs):
+    names, types = inputs.split(), graphs.onnx.TensorProto
+    sizes = {"w": [6, 4], "b": [4], "s_w": [4], "z_w": [4]}
+    weights = [
+        graphs.onnx.helper.make_tensor(name, types.FLOAT if name[0] in "sb" else types.INT8, shape, np.ones(shape))
+        for name, shape in ((name, sizes.get(name, [])) for name in names if name != "x")
+    ]
+    path = graphs.write(graphs.node(operation, names, ["y"], domain=domain), weights=weights)
+    assert audit(path).params == 24 + 4 * ("b" in names)
 
 
 def test_nodes_inside_functions(graphs):

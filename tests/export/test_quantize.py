@@ -11,6 +11,7 @@ import torch
 
 import sima_attn.models  # noqa: F401
 from sima_attn.bench.rows import read_rows
+from sima_attn.export import audit
 from sima_attn.export.onnx import export_onnx
 from sima_attn.export.preprocessing import Preprocessing
 from sima_attn.export.quantize import (
@@ -21,6 +22,7 @@ from sima_attn.export.quantize import (
     open_images,
     quantize_onnx,
     quantize_table,
+    quantized_graph,
 )
 from sima_attn.export.runtimes import OnnxRuntime, installed_runtimes, open_model
 from sima_attn.models.pretrained import read_card, weights_file
@@ -102,6 +104,16 @@ def test_it_stays_exp_free_and_says_what_it_is(int8):
     assert found["precision"] == "int8"
     assert found["calibration_images"] == "32"
     assert found["model"] == "VisionTransformer"
+
+
+def test_its_audit_counts_the_parameters_of_the_float_file(tmp_path):
+    uneven = model(depth=1)
+    for parameter in uneven.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)  # the exporter writes biases that are all zeros once
+    fp32, int8 = tmp_path / "m.onnx", tmp_path / "m.int8.onnx"
+    export_onnx(uneven, fp32, input_size=SIZE)
+    onnx.save(quantized_graph(fp32, (image[None] for image in random_images(2))), int8)
+    assert audit(int8).params == audit(fp32).params
 
 
 @pytest.mark.skipif("openvino" not in installed_runtimes(), reason="needs openvino")

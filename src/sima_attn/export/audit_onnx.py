@@ -38,6 +38,13 @@ PRODUCTS = {
     **dict.fromkeys(("Gemm", "FusedGemm", "Conv", "FusedConv", "ConvInteger", "ConvTranspose"), (0, 1)),
     **dict.fromkeys(("QLinearMatMul", "QLinearConv", "QGemm"), (0, 3)),
 }
+# operation -> positions of the scales and zero points among its inputs, which are no parameters of the model
+SCALES = {
+    **dict.fromkeys(("QuantizeLinear", "DequantizeLinear"), (1, 2)),
+    **dict.fromkeys(("QLinearMatMul", "QLinearConv"), (1, 2, 4, 5, 6, 7)),
+    "QGemm": (1, 2, 4, 5, 7, 8),
+    **dict.fromkeys(("MatMulInteger", "ConvInteger", "DynamicQuantizeMatMul"), (2, 3)),
+}
 PRODUCT_WORDS = ("matmul", "gemm", "conv", "attention", "einsum", "lstm", "gru", "rnn")
 
 
@@ -112,12 +119,22 @@ def audit_onnx(path: Path, inputs: Sequence[Sizes] | None = None) -> AuditReport
     return AuditReport(
         name=path.name,
         input_size=tuple(_open_shape(value) for value in _inputs(model.graph)),
-        params=sum(math.prod(i.dims) for i in model.graph.initializer if i.data_type != onnx.TensorProto.INT64),
+        params=_count_parameters(model.graph, nodes),
         macs=macs,
         activation_bytes=None,
         calls=tuple(calls),
         in_paper=tuple(dict.fromkeys([*symbols, *anonymous])),
     )
+
+
+def _count_parameters(graph: onnx.GraphProto, nodes: Sequence[_Node]) -> int:
+    """Numbers in the initialisers, without int64 shapes and indices and without what int8 needs beside its weights."""
+    from onnx import TensorProto
+
+    places = [(node.proto.input, i) for node in nodes for i in SCALES.get(node.proto.op_type, ())]
+    scales = {names[i] for names, i in places if i < len(names)}
+    weights = [w for w in graph.initializer if w.data_type != TensorProto.INT64 and w.name not in scales]
+    return sum(math.prod(weight.dims) for weight in weights)
 
 
 def _load(path: Path) -> onnx.ModelProto:

@@ -38,7 +38,8 @@ class AuditReport:
     Attributes:
         name: Class of the model, or name of the file.
         input_size: Shape of every input.
-        params: Numbers in the parameters (of an ONNX file: in its initialisers, without int64 shapes and indices).
+        params: Numbers in the parameters (of an ONNX file: in its initialisers, without int64 shapes and indices and
+            without the scales and zero points of int8).
         macs: Multiply-adds inside matrix products and convolutions; None where an ONNX file leaves shapes open.
         activation_bytes: Most bytes of intermediate tensors alive at one time without autograd. Parameters,
             buffers and inputs do not count, nor does what a kernel uses inside; softmax attention runs as torch
