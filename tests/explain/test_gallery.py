@@ -11,7 +11,7 @@ from sima_attn.bench.rows import read_rows
 from sima_attn.explain import subject as subject_module
 from sima_attn.explain.drawing import EFFECT, HEAT, Tile, colour, overlay, sheet
 from sima_attn.explain.effects import AttentionRow
-from sima_attn.explain.gallery import Gallery, _rows_by_depth, unlike
+from sima_attn.explain.gallery import Gallery, _rows_by_depth
 
 runner = CliRunner()
 
@@ -95,11 +95,6 @@ def test_a_photo_named_as_the_contact_sheet_is_kept_beside_it(photos, tmp_path):
     assert {p.name for p in (tmp_path / "out").iterdir()} == names
 
 
-def test_names_that_are_taken_get_a_number_that_is_not():
-    taken = []
-    assert [unlike(name, taken) for name in ("a-3", "a", "a", "a", "a-2")] == ["a-3", "a", "a-2", "a-4", "a-2-2"]
-
-
 def test_one_model_with_two_weights_leaves_the_numbers_of_both(photos, tmp_path):
     sima("heatmap", photos / "wide.png", "--model", "m", "--compare", "m", "--of", "q", "--raw", "--out", tmp_path)
     assert set(np.load(tmp_path / "wide.npz")) == {"m.blocks.2.attn.q", "m-2.blocks.2.attn.q"}
@@ -123,6 +118,15 @@ def test_a_broken_photo_is_named_counted_and_left_out(photos, tmp_path):
     assert "cannot be read as an image" in str(sima("heatmap", broken, "--out", pictures, code=1).exception)
     result = sima("heatmap", broken, broken, "--out", pictures, code=1)
     assert str(result.exception) == "none of the 2 photos can be read"
+
+
+def test_photos_are_not_written_over(photos):
+    before = (photos / "wide.png").read_bytes()
+    for arguments in (["heatmap", photos], ["heatmap", photos / "wide.png"]):
+        assert "written over them" in str(sima(*arguments, "--out", photos, code=1).exception)
+    over = ["explain", "effect", photos / "wide.png", "--patch", "1,2", "--out", photos / "wide.png"]
+    assert "written over the photo" in str(sima(*over, code=1).exception)
+    assert (photos / "wide.png").read_bytes() == before
 
 
 def test_effect_and_statistics(photos, tmp_path):

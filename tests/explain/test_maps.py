@@ -8,11 +8,12 @@ from PIL import Image
 from small_models import MODELS, build, deit, image, timm_vit
 from torch import nn
 
+from sima_attn._images import open_photo
 from sima_attn.explain import effect, heatmap, heatmaps, read_attention
 from sima_attn.explain import subject as subject_module
 from sima_attn.explain.effects import attention_statistics
 from sima_attn.explain.maps import spread, unit_range
-from sima_attn.explain.subject import load_subject, open_photo, subject_of
+from sima_attn.explain.subject import load_subject, subject_of
 from sima_attn.nn import SimAttention
 
 

@@ -236,6 +236,13 @@ def test_images_come_from_a_data_folder_as_the_file_takes_them(fp32, tmp_path):
     expected = Preprocessing.from_json(metadata["preprocessing"]).transform()(image.fromarray(photo)).numpy()
     assert np.array_equal(next(iter(flat)), expected)
     assert np.array_equal(next(iter(open_images(tmp_path, {**metadata, "preprocessing_inside": "true"}))), photo)
+    (tmp_path / "a.png").write_bytes(b"no image")
+    with pytest.raises(ValueError, match=r"a\.png cannot be read as an image"):
+        next(iter(open_images(tmp_path, metadata)))
+    (tmp_path / "val" / "cat").mkdir(parents=True)
+    (tmp_path / "a.png").rename(tmp_path / "val" / "cat" / "b.png")
+    with pytest.raises(ValueError, match=r"b\.png cannot be read as an image: .*; remove it"):
+        next(iter(open_images(tmp_path, {**metadata, "labels": '["cat"]'})))
 
 
 def test_wrong_inputs_are_said_and_leave_no_file(fp32, int8, tmp_path):

@@ -276,7 +276,7 @@ def test_classify_takes_files_folders_and_patterns_and_names_what_is_broken(run,
     assert sima("classify", photos / "*.jpg", "--model", run[0] / "run").count(" %  ") == 3  # there are three classes
     with pytest.raises(ValueError, match=r"broken\.png cannot be read as an image"):
         sima("classify", photos / "broken.png", "--model", run[0] / "run")
-    with pytest.raises(FileNotFoundError, match="nothing matches"):
+    with pytest.raises(FileNotFoundError, match="no file matches"):
         sima("classify", photos / "*.webp", "--model", run[0] / "run")
 
 
@@ -311,7 +311,7 @@ def test_classify_prepares_photos_as_the_run_does(run, weights, tmp_path):
 def test_classify_names_a_file_that_holds_no_weights(photos, tmp_path):
     for name in ("text.txt", "junk.safetensors"):
         (tmp_path / name).write_text("no weights")
-        with pytest.raises(ValueError, match=f"{name} cannot be read as weights of {NAME}: give"):
+        with pytest.raises(ValueError, match=f"{name} cannot be read as weights: give"):
             sima("classify", photos, "--model", f"{NAME}={tmp_path / name}")
 
 

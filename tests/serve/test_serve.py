@@ -21,7 +21,8 @@ pytest.importorskip("httpx")
 
 from fastapi.testclient import TestClient
 
-from sima_attn.explain.subject import open_photo, subject_of
+from sima_attn._images import ENDINGS, open_photo
+from sima_attn.explain.subject import subject_of
 from sima_attn.nn import SimAttention
 from sima_attn.nn.baselines.softmax import SoftmaxAttention
 from sima_attn.serve import looking
@@ -31,7 +32,6 @@ from sima_attn.serve.limits import Gate, Limits, Refusal
 from sima_attn.serve.looking import Looker, softmax_twin
 from sima_attn.serve.photos import decode
 from sima_attn.serve.run import serve
-from sima_attn.train.data.sources import IMAGE_ENDINGS
 
 VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 2, "num_classes": 5}
 CVT = {"embed_dims": (8, 16, 24), "depths": (1, 1, 1), "num_heads": (1, 2, 3), "num_classes": 5}
@@ -288,7 +288,7 @@ def test_samples_are_offered_by_name_alone(client):
 
 
 def test_samples_of_every_ending_are_read_and_none_hides_another(tmp_path):
-    names = [f"red{ending}" for ending in IMAGE_ENDINGS]
+    names = [f"red{ending}" for ending in ENDINGS]
     for name in names:
         Image.new("RGB", (60, 40), (200, 20, 20)).save(tmp_path / name)
     client = TestClient(create_app(small_subject(), samples=tmp_path, limits=LIMITS, hosts=None))

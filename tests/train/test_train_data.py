@@ -28,7 +28,7 @@ from sima_attn.train.data.loader import (
     training_batches,
     training_transform,
 )
-from sima_attn.train.data.sources import check_same_classes, class_words, to_rgb
+from sima_attn.train.data.sources import check_same_classes, class_words
 from sima_attn.train.recipes import Augment, to_dict
 
 CPU = torch.device("cpu")
@@ -205,21 +205,6 @@ def test_images_of_more_than_8_bits_are_scaled(folders, kind):
         assert image.mode == "RGB"
         assert np.abs(np.asarray(image) - (DEEP / 257)[..., None]).max() <= 1
         (folders / "train" / "cat" / f"0{ending}").unlink()
-
-
-@pytest.mark.parametrize(
-    ("pixels", "message"),
-    [
-        (np.array([[-1, 7]], np.int32), "whole numbers from -1 to 7"),
-        (np.array([[0, 65536]], np.int32), "whole numbers from 0 to 65536"),
-        (np.array([[-0.5, 1]], np.float32), "floats from -0.5 to 1"),
-        (np.array([[0, 300]], np.float32), "floats from 0 to 300"),
-        (np.array([[0, np.nan]], np.float32), "floats from nan to nan"),
-    ],
-)
-def test_numbers_that_are_no_brightness_are_an_error(pixels, message):
-    with pytest.raises(ValueError, match=message):
-        to_rgb(Image.fromarray(pixels))
 
 
 def break_images(folders, count, split="train"):

@@ -1,5 +1,7 @@
 """What several commands use to speak to the user."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +22,11 @@ FigureFile = Annotated[Path, typer.Option(help="PNG file for the figure.", dir_o
 Threads = Annotated[list[int], typer.Option(help="Thread counts; repeat for several.", min=1)]
 Pixels = Annotated[list[int] | None, typer.Option(help="Image sides; repeat for several. Default: all.", min=1)]
 Seconds = Annotated[float, typer.Option(help="Time for each group of measurements.", min=0.0)]
+
+
+def teller(where: Console = console) -> Callable[[str], None]:
+    """What prints a line as it is: names of files are no markup."""
+    return partial(where.print, markup=False, highlight=False, soft_wrap=True)
 
 
 def progress_bar() -> Progress:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import glob
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +9,8 @@ import typer
 from rich.markup import escape
 
 from sima_attn._devices import resolve_device
-from sima_attn.cli._shared import console
+from sima_attn._images import find_photos, open_photos
+from sima_attn.cli._shared import console, teller
 from sima_attn.cli.train import check_installed
 
 if TYPE_CHECKING:
@@ -37,24 +36,11 @@ def classify_command(
 ) -> None:
     """What is in a photo: the most likely classes. A photo that cannot be read is named and left out."""
     check_installed()
-    from sima_attn.explain.subject import find_photos, open_photos
-
     device = resolve_device(device)
-    files = find_photos([path for pattern in photos for path in matching(pattern)])
+    files = find_photos(photos)
     subject = trained_subject(model, device=device)
-    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)  # names of files are no markup
-    for path, photo in open_photos(files, say=say):
+    for path, photo in open_photos(files, say=teller()):
         print_classes(path.name, top_classes(subject, photo, top))
-
-
-def matching(pattern: str) -> list[Path]:
-    """The path itself, or the paths that match a pattern which the shell has left as it is."""
-    if Path(pattern).exists() or not glob.has_magic(pattern):
-        return [Path(pattern)]
-    found = sorted(Path(path) for path in glob.glob(pattern, recursive=True))
-    if not found:
-        raise FileNotFoundError(f"nothing matches {pattern}")
-    return found
 
 
 def trained_subject(model: str | None, *, device: str = "cpu") -> Subject:
@@ -134,9 +120,8 @@ def ship_command(
     settings = to_dict(recipe)
     check_same_model(loaded.model, name or recipe.model.name, settings["model"], recipe.data.size)
     where = Path(data or recipe.data.path)
-    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)  # names of files are no markup
     with Console(stderr=True).status("evaluating"):
-        result = evaluate(loaded, data or recipe.data.path, device=device, say=say)
+        result = evaluate(loaded, data or recipe.data.path, device=device, say=teller())
     settings["data"]["path"] = where.name  # where it lay on this machine is nobody's business
     card = Card(
         classes=loaded.classes or [],

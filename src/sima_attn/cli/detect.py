@@ -7,8 +7,9 @@ from typing import Annotated
 import typer
 
 from sima_attn._devices import resolve_device
+from sima_attn._images import find_photos
 from sima_attn.cli import bench
-from sima_attn.cli._shared import Pixels, Seconds, console, print_table, progress_bar
+from sima_attn.cli._shared import Pixels, Seconds, console, print_table, progress_bar, teller
 from sima_attn.cli.train import check_installed, resolved, say_finished
 
 app = typer.Typer(help="Boxes and instance masks: Mask R-CNN, COCO's format.", no_args_is_help=True)
@@ -116,10 +117,10 @@ def predict_command(
 ) -> None:
     """Draw boxes, masks, class names and scores on photos."""
     check_ready()
-    from sima_attn.detect.predict import find_photos, predict_photos
+    from sima_attn.detect.predict import predict_photos
     from sima_attn.detect.weights import load_detector
 
-    photos = find_photos(photo)
+    photos = find_photos([photo])
     loaded = load_detector(weights, score_threshold=min(threshold, 0.05))
     loaded.model.to(resolve_device(device))
     with progress_bar() as progress:
@@ -129,8 +130,8 @@ def predict_command(
             photos,
             out,
             threshold=threshold,
-            say=progress.console.print,
-            on_step=lambda done, total: progress.update(task, completed=done),
+            say=teller(progress.console),
+            on_photo=lambda path: progress.advance(task),
         )
     for entry in told:
         best = ", ".join(f"{found['class']} {found['score']:.0%}" for found in entry["objects"][:5])

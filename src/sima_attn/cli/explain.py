@@ -1,7 +1,5 @@
 """`sima heatmap` and `sima explain`: what a model looks at, in pictures and numbers."""
 
-from collections.abc import Callable
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress
 
 from sima_attn._devices import resolve_device
-from sima_attn.cli._shared import console, print_table, progress_bar
+from sima_attn._images import find_photos, unlike
+from sima_attn.cli._shared import console, print_table, progress_bar, teller
 
 if TYPE_CHECKING:
     from sima_attn.explain import Subject
@@ -59,7 +57,6 @@ def heatmap_command(
     layers = _layers(layer)
     subjects = _load([model, *(compare or [])], device)
     from sima_attn.explain.gallery import Gallery
-    from sima_attn.explain.subject import find_photos
 
     gallery = Gallery(subjects, layers, of or ("q", "k"), size, opacity, cell)
     files = find_photos(photos)
@@ -69,7 +66,7 @@ def heatmap_command(
             files,
             out,
             raw=raw,
-            say=_teller(progress),
+            say=teller(progress.console),
             on_photo=lambda path: progress.update(task, advance=1, description=path.name),
         )
     _say_written(written)
@@ -116,8 +113,7 @@ def statistics_command(
     from sima_attn.bench.tables import TextTable
     from sima_attn.explain.effects import AttentionRow, attention_statistics
     from sima_attn.explain.figures import plot_statistics
-    from sima_attn.explain.gallery import read_photos, unlike
-    from sima_attn.explain.subject import find_photos
+    from sima_attn.explain.gallery import read_photos
 
     files = find_photos(photos)
     rows: list[AttentionRow] = []
@@ -125,7 +121,7 @@ def statistics_command(
     with progress_bar() as progress:
         task = progress.add_task("reading", total=len(files) * len(subjects))
         for subject in subjects:
-            say = (lambda line: None) if rows else _teller(progress)  # what is broken is told once
+            say = (lambda line: None) if rows else teller(progress.console)  # what is broken is told once
             readings = read_photos(subject, files, size, say=say, on_photo=lambda path: progress.advance(task))
             rows += attention_statistics(readings, unlike(subject.name, names))
     write_rows(out / "statistics.csv", rows)
@@ -166,7 +162,7 @@ def deletion_command(
     parts = of or PARTS
     with progress_bar() as progress:
         task = progress.add_task("opening the data", total=None)
-        batches = validation_batches(subject, data, images=images, batch=batch, say=_teller(progress))
+        batches = validation_batches(subject, data, images=images, batch=batch, say=teller(progress.console))
         maps = len(parts) * (len(read_attention(subject.model, batches[0][0][:1]).layers) if layers is None else 1)
         progress.update(task, description="hiding patches", total=maps * sum(len(labels) for _, labels in batches))
         rows = deletion_test(
@@ -207,11 +203,6 @@ def _load(models: list[str | None], device: str) -> list["Subject"]:
         if not subject.trained:
             Console(stderr=True).print(f"[yellow]note:[/yellow] {escape(subject.name)} {UNTRAINED}", highlight=False)
     return subjects
-
-
-def _teller(progress: Progress) -> Callable[[str], None]:
-    """What prints a line above the bar as it is: names of files are no markup."""
-    return partial(progress.console.print, markup=False, highlight=False, soft_wrap=True)
 
 
 def _layers(text: str) -> list[int] | None:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from sima_attn.cli._shared import console, print_table, progress_bar
+from sima_attn._images import find_photos, open_photos
+from sima_attn.cli._shared import console, print_table, progress_bar, teller
 
 if TYPE_CHECKING:
     from torch import nn
@@ -189,12 +190,6 @@ def _read_labels(path: Path) -> list[str]:
 def _read_images(folder: Path, prepare: "Preprocessing", raw: bool) -> Any:
     import numpy as np
 
-    from sima_attn.explain.subject import open_photo
-    from sima_attn.train.data.sources import IMAGE_ENDINGS
-
-    files = sorted(path for path in folder.glob("*") if path.suffix.lower() in IMAGE_ENDINGS)
-    if not files:
-        raise FileNotFoundError(f"there are no images in {folder}")
     transform = prepare.transform()
-    photos = [open_photo(file) for file in files]
-    return [np.asarray(photo) if raw else transform(photo).numpy() for photo in photos]
+    photos = open_photos(find_photos([folder]), say=teller())
+    return [np.asarray(photo) if raw else transform(photo).numpy() for _, photo in photos]

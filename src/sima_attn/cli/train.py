@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Mapping
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from sima_attn._devices import resolve_device
-from sima_attn.cli._shared import console, print_table
+from sima_attn.cli._shared import console, print_table, teller
 
 if TYPE_CHECKING:
     from sima_attn.train.engine import Finished
@@ -146,7 +145,7 @@ def eval_command(
     if data is None and not loaded.data.path:
         raise ValueError(f"{model} is a registered model: say with --data which images to evaluate it on")
     has_sima = any(hasattr(module, "token_ref") for module in loaded.model.modules())
-    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)  # names of files are no markup
+    say = teller()
     results = []
     for side in dict.fromkeys(size or [loaded.data.size]):
         both = has_sima and side != loaded.data.size

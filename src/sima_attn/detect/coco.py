@@ -21,7 +21,7 @@ from PIL import Image
 from torch import Tensor
 
 from sima_attn._files import written_whole
-from sima_attn.train.data.sources import to_rgb
+from sima_attn._images import to_rgb
 
 # Where the files of a split lie: COCO's own folders first.
 ANNOTATION_FILES = (

@@ -6,7 +6,6 @@ Shapes: n detections; boxes (x0, y0, x1, y1) in pixels of the photo.
 from __future__ import annotations
 
 import colorsys
-import glob
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,11 +17,10 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from sima_attn._files import written_whole
+from sima_attn._images import check_not_over, open_photos, to_rgb, unlike
 from sima_attn.detect.mask_rcnn import SimaMaskRCNN
 from sima_attn.detect.weights import LoadedDetector
-from sima_attn.train.data.sources import to_rgb
 
-PHOTO_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff"}
 Rectangle = tuple[float, float, float, float]
 GOLDEN = 0.618033988749895  # of a turn: hues of neighbouring labels lie far apart
 
@@ -126,53 +124,28 @@ def as_json(path: Path, image: Image.Image, found: Detected, classes: Sequence[s
     return {"photo": str(path), "width": image.width, "height": image.height, "objects": objects}
 
 
-def find_photos(what: str | Path) -> list[Path]:
-    """The photos that a path stands for: a file, a folder's images, or a glob's."""
-    path = Path(what)
-    if path.is_dir():
-        found = sorted(file for file in path.iterdir() if file.suffix.lower() in PHOTO_SUFFIXES)
-    else:
-        found = [path] if path.is_file() else sorted(Path(file) for file in glob.glob(str(what), recursive=True))
-        found = [file for file in found if file.is_file()]
-    if not found:
-        raise FileNotFoundError(f"there is no photo at {what}: give a file, a folder with images, or a glob in quotes")
-    return found
-
-
 def predict_photos(
     loaded: LoadedDetector,
     photos: Sequence[Path],
     out: Path,
     *,
     threshold: float = 0.5,
-    say: Callable[[str], None] = print,
-    on_step: Callable[[int, int], None] = lambda done, total: None,
+    say: Callable[[str], object] = print,
+    on_photo: Callable[[Path], object] = lambda path: None,
 ) -> list[dict[str, Any]]:
     """Draw each photo into `out`/NAME.png, and all detections into `out`/detections.json; both come back as json.
 
-    A photo that cannot be read is named and left out.
+    Of several photos those that cannot be read are named by `say` and left out.
     """
-    written: set[str] = set()
+    check_not_over(photos, out)
+    names: list[str] = []
     told = []
-    for done, photo in enumerate(photos, start=1):
-        try:
-            with Image.open(photo) as file:
-                image = to_rgb(file)
-        except (OSError, ValueError) as error:
-            say(f"{photo} cannot be read and is left out: {error}")
-            continue
-        finally:
-            on_step(done, len(photos))
+    for photo, image in open_photos(photos, say=say, on_photo=on_photo):
         found = detect(loaded.model, image, threshold)
-        name = photo.stem
-        while name in written:  # photos of one name from several folders
-            name += "_"
-        written.add(name)
+        name = unlike(photo.stem, names)
         with written_whole(out / f"{name}.png") as temporary:
             draw(image, found, loaded.classes).save(temporary, format="PNG")
         told.append({**as_json(photo, image, found, loaded.classes), "picture": f"{name}.png"})
-    if not told:
-        raise ValueError(f"none of the {len(photos)} photos can be read")
     with written_whole(out / "detections.json") as temporary:
         temporary.write_text(json.dumps(told, indent=1))
     return told

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from sima_attn.detect.mask_rcnn import SimaMaskRCNN, build_mask_rcnn
 from sima_attn.detect.recipes import DetectRecipe
+from sima_attn.models.weights import read_state_dict
 from sima_attn.train.checkpoint import checkpoints, load_checkpoint
+from sima_attn.train.evaluate import read_weights
 from sima_attn.train.recipes import from_dict
 
 
@@ -42,7 +42,7 @@ def load_backbone(model: nn.Module, what: str | Path) -> None:
     """Load a classifier's weights, its head left out: a run's folder, its weights, a checkpoint, or a state dict."""
     path = Path(what)
     path = path / "weights.safetensors" if path.is_dir() else path
-    state = {key: value for key, value in read_weights(path).items() if not key.startswith(("head.", "head_dist."))}
+    state = {key: value for key, value in read_state_dict(path).items() if not key.startswith(("head.", "head_dist."))}
     wanted = {key: value for key, value in model.state_dict().items() if not key.startswith(("head.", "head_dist."))}
     wrong = [key for key in sorted(state.keys() | wanted.keys()) if _shape(state, key) != _shape(wanted, key)]
     if wrong:
@@ -56,21 +56,6 @@ def load_backbone(model: nn.Module, what: str | Path) -> None:
 
 def _shape(tensors: Mapping[str, Tensor], key: str) -> tuple[int, ...] | str:
     return tuple(tensors[key].shape) if key in tensors else "missing"
-
-
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a .safetensors file, or of a torch file, alone or under "model"; no code in it is run."""
-    if not path.is_file():
-        raise FileNotFoundError(f"there are no weights {path}")
-    if path.suffix == ".safetensors":
-        from safetensors.torch import load_file
-
-        return load_file(path)
-    content = torch.load(path, map_location="cpu", weights_only=True)
-    content = content.get("model", content) if isinstance(content, dict) else content
-    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
-        raise ValueError(f"{path} holds no weights, alone or under 'model'")
-    return content
 
 
 class LoadedDetector(NamedTuple):
@@ -97,11 +82,7 @@ def load_detector(what: str | Path, **kwargs: Any) -> LoadedDetector:
     if not path.is_file():
         raise FileNotFoundError(f"there are no weights {path}")
     if path.suffix == ".safetensors":
-        from safetensors import safe_open
-
-        with safe_open(path, "pt") as file:
-            about = json.loads((file.metadata() or {}).get("about", "{}"))
-        weights = read_weights(path)
+        about, weights = read_weights(path)
     else:
         state = load_checkpoint(path)
         about, weights = state["about"], state["model"]

@@ -8,11 +8,12 @@ deletion    does the model need what the map says it looks at?
 drawing, figures    maps -> pictures, rows -> plots
 """
 
+from sima_attn._images import open_photo
 from sima_attn.explain.deletion import DeletionRow, deletion_test
 from sima_attn.explain.effects import AttentionRow, attention_statistics, effect
 from sima_attn.explain.maps import heatmap, heatmaps
 from sima_attn.explain.reading import Layer, Reading, read_attention
-from sima_attn.explain.subject import Subject, load_subject, open_photo
+from sima_attn.explain.subject import Subject, load_subject
 
 __all__ = [
     "AttentionRow",

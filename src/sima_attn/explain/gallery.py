@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sima_attn._files import written_whole
+from sima_attn._images import check_not_over, open_photo, open_photos, unlike
 from sima_attn.explain.drawing import Tile, effect_overlay, overlay, sheet, shrink
 from sima_attn.explain.effects import effect_scores, signed_unit
 from sima_attn.explain.maps import raw_scores, spread, to_map
 from sima_attn.explain.reading import PARTS, Reading
-from sima_attn.explain.subject import Subject, open_photo, open_photos
+from sima_attn.explain.subject import Subject
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -96,6 +97,7 @@ class Gallery:
         The contact sheet shows the chosen layers, or the last one where all were asked for. Of several photos those
         that cannot be read are named by `say` and left out.
         """
+        check_not_over(photos, out)
         written, groups = [], []
         stems = [SHEET]  # a photo of that name gets a number
         for path, whole in open_photos(photos, say=say, on_photo=on_photo):
@@ -143,6 +145,8 @@ def write_effect(
     cell: int = EFFECT_CELL,
 ) -> Path:
     """A picture of what one patch takes from all others in each model: red adds, blue takes away."""
+    if out.resolve() == path.resolve():
+        raise ValueError(f"the picture would be written over the photo {path}; give another --out")
     photo = shrink(open_photo(path), LONGEST)
     tiles = [Tile(photo, path.stem)]
     first = None
@@ -188,16 +192,6 @@ def _names(subjects: Sequence[Subject]) -> str:
         letter + subject.name + ("" if subject.trained else " (untrained)")
         for letter, subject in zip(_letters(subjects), subjects, strict=True)
     )
-
-
-def unlike(name: str, taken: list[str]) -> str:
-    """The name, with a number where it is taken: photos of several folders, one model with several weights."""
-    found, number = name, 1
-    while found in taken:
-        number += 1
-        found = f"{name}-{number}"
-    taken.append(found)
-    return found
 
 
 def _rows_by_depth(tiles: Sequence[Tile], depths: Sequence[int]) -> list[list[Tile]]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 import sima_attn.models  # noqa: F401  registers our names with timm
+from sima_attn._images import to_rgb
 from sima_attn.conversion.huggingface import is_pretrained_model
 from sima_attn.explain.reading import Reading, read_attention
+from sima_attn.models.weights import read_state_dict
 from sima_attn.nn.token_ref import sima_modules, trained_at
-from sima_attn.train.data.sources import IMAGE_ENDINGS, to_rgb
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -104,60 +104,6 @@ class Subject:
         return self.words.get(self.classes[k], self.classes[k])
 
 
-def open_photo(path: str | Path) -> Image:
-    """A photo file -> RGB, turned the way up that its camera noted."""
-    from PIL import Image, ImageOps, UnidentifiedImageError
-
-    try:
-        with Image.open(path) as image:
-            return to_rgb(ImageOps.exif_transpose(image))
-    except FileNotFoundError:
-        raise FileNotFoundError(f"there is no photo {path}") from None
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{path} cannot be read as an image: {error}") from None
-
-
-def open_photos(
-    paths: Sequence[Path],
-    *,
-    say: Callable[[str], object] = print,
-    on_photo: Callable[[Path], object] = lambda path: None,
-) -> Iterator[tuple[Path, Image]]:
-    """Photo after photo; one that cannot be read is named and left out, and an error where there is no other."""
-    broken = 0
-    for path in paths:
-        try:
-            photo = open_photo(path)
-        except (ValueError, FileNotFoundError) as error:
-            if len(paths) == 1:
-                raise
-            say(f"left out: {error}")
-            broken += 1
-        else:
-            yield path, photo
-        on_photo(path)
-    if broken:
-        if broken == len(paths):
-            raise ValueError(f"none of the {broken} photos can be read")
-        say(f"{broken} of the {len(paths)} photos cannot be read and were left out")
-
-
-def find_photos(paths: list[Path]) -> list[Path]:
-    """Files as they are given, and the images of folders in the order of their names."""
-    found: list[Path] = []
-    for path in paths:
-        if path.is_dir():
-            inside = sorted(p for p in path.iterdir() if p.suffix.lower() in IMAGE_ENDINGS)
-            if not inside:
-                raise FileNotFoundError(f"the folder {path} has no images ({', '.join(IMAGE_ENDINGS)})")
-            found += inside
-        elif path.exists():
-            found.append(path)
-        else:
-            raise FileNotFoundError(f"there is no photo {path}")
-    return found
-
-
 def shipped_models() -> list[str]:
     """Our models whose weights come with the package: those that timm says it has weights for."""
     return timm.list_models("sima_*", pretrained=True)
@@ -202,9 +148,7 @@ def check_name(name: str) -> None:
 
 def _with_weights(name: str, file: Path) -> Subject:
     check_name(name)
-    if not file.is_file():
-        raise FileNotFoundError(f"there is no file of weights {file}")
-    state = _tensors_in(file, name)
+    state = read_state_dict(file)
     heads = [tensor for key, tensor in state.items() if key in ("head.weight", "head.fc.weight")]
     classes: dict[str, Any] = {"num_classes": heads[0].shape[0]} if heads else {}
     model = timm.create_model(name, **classes)
@@ -213,20 +157,6 @@ def _with_weights(name: str, file: Path) -> Subject:
     except RuntimeError as error:
         raise ValueError(f"{file} does not fit {name}: {' '.join(str(error).split())[:300]}") from None
     return subject_of(model, name=name, trained=True)
-
-
-def _tensors_in(file: Path, name: str) -> dict[str, Any]:
-    try:
-        if file.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            return load_file(file)
-        state = torch.load(file, map_location="cpu", weights_only=True)
-        return dict(state.get("model", state))
-    except Exception as error:  # whatever torch and safetensors say of a file that is none of theirs
-        raise ValueError(
-            f"{file} cannot be read as weights of {name}: give a .safetensors file, or a .pth that holds tensors alone"
-        ) from error
 
 
 def _from_run(path: Path) -> Subject:

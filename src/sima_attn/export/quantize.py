@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from sima_attn._images import ENDINGS, images_in, open_photo
 from sima_attn._version import __version__
 from sima_attn.bench.rows import cpu_name, today
 from sima_attn.bench.tables import TextTable
@@ -115,22 +116,20 @@ def open_images(
 
     The folder is one that `sima train` reads, or one with image files in it, which then have no labels.
     """
-    from PIL import Image
-
-    from sima_attn.train.data.sources import IMAGE_ENDINGS, open_data, to_rgb
+    from sima_attn.train.data.sources import open_data
 
     if "preprocessing" not in metadata:
         raise ValueError("the file does not say how its images are prepared: export it again with `sima export`")
     transform = Preprocessing.from_json(metadata["preprocessing"]).transform()
     raw = metadata.get("preprocessing_inside") == "true"
     root = Path(data)
-    files = sorted(p for p in root.glob("*") if p.suffix.lower() in IMAGE_ENDINGS) if root.is_dir() else []
+    files = images_in(root) if root.is_dir() else []
     try:
         source = None if files else open_data(data, split)
     except FileNotFoundError as error:
         if not root.is_dir():
             raise
-        raise FileNotFoundError(f"{error}, nor image files in it ({', '.join(IMAGE_ENDINGS)})") from None
+        raise FileNotFoundError(f"{error}, nor image files in it ({', '.join(ENDINGS)})") from None
     known = labels_in(metadata)
     if source is not None and known is not None and len(source.classes) != len(known):
         raise ValueError(
@@ -142,7 +141,13 @@ def open_images(
 
     def read(index: int) -> np.ndarray:
         place = int(chosen[index])
-        image = to_rgb(Image.open(files[place])) if source is None else source.read(place)
+        if source is None:
+            image = open_photo(files[place])
+        else:
+            try:
+                image = source.read(place)
+            except Exception as error:  # whatever the decoder says
+                raise ValueError(f"{source.name(place)} cannot be read as an image: {error}; remove it") from None
         return np.asarray(image) if raw else transform(image).numpy()
 
     return Images(read, len(chosen), None if source is None else source.labels[chosen].tolist())

@@ -50,7 +50,7 @@ def load_official(model: nn.Module, path: str | Path) -> LoadReport:
     A softmax or XCA checkpoint warm-starts the SimA twin: its accuracy comes back with fine-tuning only.
     """
     _check_family(model)
-    state = _read(Path(path))
+    state = read_state_dict(Path(path))
     dropped: dict[str, str] = {}
     changed: dict[str, str] = {}
     wanted = model.state_dict()
@@ -88,9 +88,10 @@ def _check_family(model: nn.Module) -> None:
         raise ValueError(f"official checkpoints exist for DeiT and XCiT models, got a {type(model).__name__}")
 
 
-def _read(path: Path) -> StateDict:
+def read_state_dict(path: Path) -> StateDict:
+    """The tensors of a .safetensors file, or of a torch file, alone or wrapped; no code in it is run."""
     if not path.is_file():
-        raise FileNotFoundError(f"there is no checkpoint {path}")
+        raise FileNotFoundError(f"there is no file of weights {path}")
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from sima_attn._images import ENDINGS, images_in, to_rgb
 from sima_attn.serve.limits import Limits, Refusal
-from sima_attn.train.data.sources import IMAGE_ENDINGS, to_rgb
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
-SAMPLE_FORMATS = (*FORMATS, "TIFF", "PPM")  # of IMAGE_ENDINGS; the samples are files of whoever serves them
+SAMPLE_FORMATS = (*FORMATS, "TIFF", "PPM")  # of ENDINGS; the samples are files of whoever serves them
 DRAWN = 1024  # more pixels a side than any model is shown
 MOST_SAMPLES = 60
 SAMPLES = {  # of scikit-image, which brings these files along
@@ -61,9 +61,9 @@ def find_samples(folder: Path | None) -> Mapping[str, Path]:
     if folder is not None:
         if not folder.is_dir():
             raise FileNotFoundError(f"the folder of samples {folder} does not exist")
-        files = sorted(path for path in folder.iterdir() if path.suffix.lower() in IMAGE_ENDINGS)
+        files = images_in(folder)
         if not files:
-            raise FileNotFoundError(f"the folder of samples {folder} has no images ({', '.join(IMAGE_ENDINGS)})")
+            raise FileNotFoundError(f"the folder of samples {folder} has no images ({', '.join(ENDINGS)})")
         files = files[:MOST_SAMPLES]
         names = [path.stem for path in files]
         if len(set(names)) < len(names):  # x.jpg beside x.jpeg

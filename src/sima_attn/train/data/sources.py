@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sima_attn._images import ENDINGS, images_in, to_rgb
+
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".gif", ".tif", ".tiff")
 SPLITS = {"train": ("train", "training"), "val": ("val", "validation", "valid", "test")}
 COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}  # by first bytes
 
@@ -144,31 +145,6 @@ def _decode(data: Any) -> Image:
         return to_rgb(image)
 
 
-def to_rgb(image: Image) -> Image:
-    """Any image in 8-bit RGB: grey, palette and transparent ones, and those of 16 bits, whole numbers or floats.
-
-    Of transparent ones the colours stay and the transparency goes. Pillow would clip 16 bits and floats at 255 and make
-    them white. Whole numbers up to 255 are taken for bytes and up to 65535 for 16 bits, floats up to 1 for shares of
-    white and up to 255 for bytes; others raise.
-    """
-    if not image.mode.startswith("I;16") and image.mode not in ("I", "F"):
-        return image.convert("RGB")
-    from PIL.Image import fromarray
-
-    pixels = np.asarray(image)
-    low, high = pixels.min(), pixels.max()
-    if image.mode == "F":
-        if not (low >= 0 and high <= 255):  # so that NaN is refused too
-            raise ValueError(f"it has floats from {low:g} to {high:g}; 0 to 1 or 0 to 255 can be read: scale them")
-        pixels = np.rint(pixels * 255 if high <= 1 else pixels)
-    else:
-        if low < 0 or high > 65535:
-            raise ValueError(f"it has whole numbers from {low} to {high}; 0 to 65535 can be read: scale them")
-        if image.mode != "I" or high > 255:
-            pixels = pixels >> 8  # the high byte, as Pillow takes it of 16-bit colours
-    return fromarray(pixels.astype(np.uint8)).convert("RGB")
-
-
 class ClassFolders(Source):
     """One folder a class, images at any depth in it; classes in the order of their names."""
 
@@ -177,16 +153,16 @@ class ClassFolders(Source):
         self.classes = sorted(folder.name for folder in root.iterdir() if folder.is_dir())
         self.files: list[Path] = []
         if not self.classes and not labelled:
-            self.files = sorted(p for p in root.iterdir() if p.suffix.lower() in IMAGE_ENDINGS)
+            self.files = images_in(root)
         if not self.classes and not self.files:
             if not labelled:
-                raise ValueError(f"{root} holds no images ({', '.join(IMAGE_ENDINGS)})")
+                raise ValueError(f"{root} holds no images ({', '.join(ENDINGS)})")
             raise ValueError(f"{root} holds no class folders: put the images in {root}/CLASS/")
         labels = [0] * len(self.files)
         for label, name in enumerate(self.classes):
-            found = sorted(p for p in (root / name).rglob("*") if p.suffix.lower() in IMAGE_ENDINGS)
+            found = sorted(p for p in (root / name).rglob("*") if p.suffix.lower() in ENDINGS)
             if not found:
-                raise ValueError(f"the class folder {root / name} holds no images ({', '.join(IMAGE_ENDINGS)})")
+                raise ValueError(f"the class folder {root / name} holds no images ({', '.join(ENDINGS)})")
             self.files += found
             labels += [label] * len(found)
         self.labels = np.array(labels)
@@ -365,7 +341,7 @@ class TarShards(Source):
             folder, _, base = member.name.rpartition("/")
             stem, _, ending = base.partition(".")  # webdataset's rule: the key ends at the first dot
             sample = found.setdefault(f"{folder}/{stem}", {})
-            if f".{ending.lower()}" in IMAGE_ENDINGS:
+            if f".{ending.lower()}" in ENDINGS:
                 sample["image"] = (i, member.name, member.offset_data, member.size)
             elif ending in ("cls", "json") and self.labelled:
                 text = shard.extractfile(member).read()  # type: ignore[union-attr]

@@ -1,0 +1,122 @@
+"""Image files as a user gives them: found, opened in RGB, told apart by name, never written over."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".gif", ".tif", ".tiff")
+
+
+def images_in(folder: Path) -> list[Path]:
+    """The image files directly in a folder, in the order of their names."""
+    return sorted(path for path in folder.iterdir() if path.suffix.lower() in ENDINGS and path.is_file())
+
+
+def find_photos(paths: Sequence[str | Path]) -> list[Path]:
+    """Files as they are given, the images of folders, and what patterns match that the shell has left as they are."""
+    found: list[Path] = []
+    for given in paths:
+        path = Path(given)
+        if path.is_dir():
+            inside = images_in(path)
+            if not inside:
+                raise FileNotFoundError(f"the folder {path} has no images ({', '.join(ENDINGS)})")
+            found += inside
+        elif path.exists():
+            found.append(path)
+        elif glob.has_magic(str(path)):
+            matches = sorted(path for path in map(Path, glob.glob(str(path), recursive=True)) if path.is_file())
+            if not matches:
+                raise FileNotFoundError(f"no file matches {path}")
+            found += matches
+        else:
+            raise FileNotFoundError(f"there is no photo {path}; give a file, a folder of images, or a glob in quotes")
+    return found
+
+
+def open_photo(path: str | Path) -> Image:
+    """A photo file -> RGB, turned the way up that its camera noted."""
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    try:
+        with Image.open(path) as image:
+            return to_rgb(ImageOps.exif_transpose(image))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no photo {path}") from None
+    except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise ValueError(f"{path} cannot be read as an image: {error}") from None
+
+
+def open_photos(
+    paths: Sequence[Path],
+    *,
+    say: Callable[[str], object] = print,
+    on_photo: Callable[[Path], object] = lambda path: None,
+) -> Iterator[tuple[Path, Image]]:
+    """Photo after photo; one that cannot be read is named and left out, and an error where there is no other."""
+    broken = 0
+    for path in paths:
+        try:
+            photo = open_photo(path)
+        except (ValueError, FileNotFoundError) as error:
+            if len(paths) == 1:
+                raise
+            say(f"left out: {error}")
+            broken += 1
+        else:
+            yield path, photo
+        on_photo(path)
+    if broken:
+        if broken == len(paths):
+            raise ValueError(f"none of the {broken} photos can be read")
+        say(f"{broken} of the {len(paths)} photos cannot be read and were left out")
+
+
+def check_not_over(photos: Sequence[Path], out: Path) -> None:
+    """Raise where pictures of photos would be written into a folder that photos lie in: NAME.png may be one of them."""
+    if out.resolve() in {photo.resolve().parent for photo in photos}:
+        raise ValueError(
+            f"the photos lie in {out}, where pictures of them may be written over them; give another --out"
+        )
+
+
+def unlike(name: str, taken: list[str]) -> str:
+    """The name, with a number where it is taken: photos of several folders, one model with several weights."""
+    found, number = name, 1
+    while found in taken:
+        number += 1
+        found = f"{name}-{number}"
+    taken.append(found)
+    return found
+
+
+def to_rgb(image: Image) -> Image:
+    """Any image in 8-bit RGB: grey, palette and transparent ones, and those of 16 bits, whole numbers or floats.
+
+    Of transparent ones the colours stay and the transparency goes. Pillow would clip 16 bits and floats at 255 and make
+    them white. Whole numbers up to 255 are taken for bytes and up to 65535 for 16 bits, floats up to 1 for shares of
+    white and up to 255 for bytes; others raise.
+    """
+    if not image.mode.startswith("I;16") and image.mode not in ("I", "F"):
+        return image.convert("RGB")
+    import numpy as np
+    from PIL.Image import fromarray
+
+    pixels = np.asarray(image)
+    low, high = pixels.min(), pixels.max()
+    if image.mode == "F":
+        if not (low >= 0 and high <= 255):  # so that NaN is refused too
+            raise ValueError(f"it has floats from {low:g} to {high:g}; 0 to 1 or 0 to 255 can be read: scale them")
+        pixels = np.rint(pixels * 255 if high <= 1 else pixels)
+    else:
+        if low < 0 or high > 65535:
+            raise ValueError(f"it has whole numbers from {low} to {high}; 0 to 65535 can be read: scale them")
+        if image.mode != "I" or high > 255:
+            pixels = pixels >> 8  # the high byte, as Pillow takes it of 16-bit colours
+    return fromarray(pixels.astype(np.uint8)).convert("RGB")
