@@ -691,6 +691,8 @@ def test_other_errors_say_what_to_do(data, tmp_path):
     vit = Model("vit_tiny_patch16_224", kwargs={"img_size": 16, "patch_size": 4, "depth": 1})
     with pytest.raises(ValueError, match=r"cannot take crops of 8 px.*dynamic_img_size"):
         train(small_dino(data, model=vit), tmp_path / "run")
+    alone = small_dino(data, "crops.local_count=0", model=vit)
+    assert dino.check_takes_crops(dino.build_backbone(alone), alone) == 192  # no crop of 8 px is made
     everywhere = Model("sima_deit_tiny_patch16_224", "sima", kwargs={**VIT, "global_pool": ""})
     with pytest.raises(ValueError, match="one vector an image"):
         train(small_dino(data, model=everywhere), tmp_path / "run")

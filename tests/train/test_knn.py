@@ -1,5 +1,6 @@
 """k-NN equals a plain computation, whatever the blocks; features are taken once; wrong input is named."""
 
+import json
 import math
 import os
 import time
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 from small_runs import class_folders
 from torch import nn
 from typer.testing import CliRunner
@@ -21,8 +23,9 @@ from sima_attn.train import knn as knn_module
 from sima_attn.train.data import open_data
 from sima_attn.train.dino import train_dino
 from sima_attn.train.dino_recipes import named_dino_recipe
+from sima_attn.train.evaluate import read_weights
 from sima_attn.train.feature_map import plot_feature_map, principal_components, two_dimensions
-from sima_attn.train.features import Features, Subset, evenly, extract, key_of
+from sima_attn.train.features import Features, Subset, evenly, extract, key_of, load_backbone
 from sima_attn.train.knn import KnnRow, knn_accuracy, nearest, plot_neighbours, votes
 from sima_attn.train.recipes import Data, with_overrides
 
@@ -69,6 +72,8 @@ def test_it_equals_the_definition(sides, temperature):
         # Classes that no neighbour has tie at zero: only with all of the bank is the fifth place one class's.
         if row.k == M:
             assert row.top5 == pytest.approx(top5)
+        if row.k == 1:
+            assert row.top5 == row.top1
         assert (row.images, row.bank) == (N, M)
     assert len({row.top1 for row in rows}) > 1
 
@@ -119,6 +124,10 @@ def test_lengths_of_features_do_not_matter(sides):
     assert knn_accuracy(queries, labels, bank, bank_labels, classes=K) == knn_accuracy(
         3 * queries, labels, scaled, bank_labels, classes=K
     )
+
+
+def test_a_k_that_is_given_twice_counts_once(sides):
+    assert knn_accuracy(*sides, classes=K, k=[5, 5, 1]) == knn_accuracy(*sides, classes=K, k=[5, 1])
 
 
 def test_a_low_temperature_does_not_overflow():
@@ -193,6 +202,11 @@ def test_features_are_taken_once_and_again_when_weights_or_images_change(tmp_pat
     ):
         given = {"model": model, "source": source, "data": DATA, "about": "", **change}
         assert key_of(**given) != key_of(model, source, DATA)
+    keys = set()
+    for model.global_pool in ("avg", "max"):  # not among the words of the model
+        keys.add(key_of(model, source, DATA))
+    assert len(keys) == 2
+    del model.global_pool
     with torch.no_grad():
         model.gain[1] = 2
     extract(model, source, DATA, kept)
@@ -200,6 +214,17 @@ def test_features_are_taken_once_and_again_when_weights_or_images_change(tmp_pat
     (root / "train" / "cat" / "0.png").unlink()
     assert len(extract(model, open_data(root, "train"), DATA, kept).values) == 14
     assert not [path for path in kept.iterdir() if path.name.startswith(".")]
+
+
+def test_features_say_what_stands_in_their_way(tmp_path):
+    source = open_data(class_folders(tmp_path / "data", per_class=(2, 1)), "train")
+    broken = Counting()
+    broken.gain.data.fill_(float("nan"))
+    with pytest.raises(ValueError, match="not finite in float32; the weights or the images are not"):
+        extract(broken, source, DATA, tmp_path / "features", dtype="float32")
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ValueError, match=r"features cannot be kept in .*file/features: .*; name another --cache"):
+        extract(Counting(), source, DATA, tmp_path / "file" / "features")
 
 
 def test_features_that_fail_leave_nothing_behind(tmp_path):
@@ -374,6 +399,31 @@ def test_files_of_other_kinds_are_named(tmp_path):
         result = CliRunner().invoke(cli.app, ["knn", str(tmp_path / file), "--data", "digits"])
         assert isinstance(result.exception, ValueError), result.exception
         assert file in str(result.exception)
+
+
+def test_weights_that_do_not_fit_their_recipe_are_named(run, tmp_path):
+    about, weights = read_weights(run / "weights.safetensors")
+    name, first = next(iter(weights.items()))
+    wrong = {
+        "shape": ({**weights, name: first[None]}, about, "are not those of its recipe"),
+        "recipe": (weights, {"task": "dino"}, "its recipe is missing"),
+    }
+    for file, (tensors, said, message) in wrong.items():
+        save_file(tensors, tmp_path / f"{file}.safetensors", metadata={"about": json.dumps(said)})
+        with pytest.raises(ValueError, match=message):
+            load_backbone(tmp_path / f"{file}.safetensors")
+    torch.save({"about": about}, tmp_path / "empty.pt")
+    for branch in ("teacher", "student"):
+        with pytest.raises(ValueError, match=f"holds no {branch}"):
+            load_backbone(tmp_path / "empty.pt", branch=branch)
+
+
+def test_a_name_says_whose_weights_it_has(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    root = class_folders(tmp_path / "data", per_class=(2, 1))
+    said = "comes without weights: these are the features of random ones"
+    assert said in sima("knn", "sima_xcit_nano_12_p16_224", "--data", root, "--size", 32, "-k", 1).output
+    assert said not in sima("knn", "sima_xcit_mini_p4_64_relu", "--data", root, "--size", 32, "-k", 1).output
 
 
 def test_a_model_by_name_needs_data_and_a_missing_run_is_named(tmp_path, monkeypatch):

@@ -86,6 +86,8 @@ def test_layers_that_are_not_there_are_refused():
         LayerFeatures(xcit, layers=0)
     with pytest.raises(ValueError, match=r"ResNet has no list of blocks .*--features output"):
         LayerFeatures(timm.create_model("resnet18"))
+    with pytest.raises(ValueError, match=r"the blocks of EfficientNet give no tokens; use --features output"):
+        LayerFeatures(timm.create_model("efficientnet_b0"))(torch.rand(IMAGES))
 
 
 def features(seed, n=60, width=5, classes=3, apart=2.0):

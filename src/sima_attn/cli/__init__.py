@@ -101,7 +101,7 @@ def main() -> None:
     """Run the command line; an error the user can mend is one line, without a traceback."""
     try:
         app()
-    except (ValueError, FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError) as error:
+    except (ValueError, OSError) as error:
         # Escaped: 'sima-attn[plots]' is no markup.
         Console(stderr=True).print(f"[bold red]error:[/bold red] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sima_attn._devices import resolve_device
-from sima_attn.cli._shared import console, print_table, progress_bar
+from sima_attn.cli._shared import console, print_table, progress_bar, teller
 from sima_attn.cli.train import CompileOption, CudaGraphOption, check_installed, resolved, say_finished
 
 if TYPE_CHECKING:
@@ -21,7 +21,8 @@ DEFAULT_RUN = "runs/dino-digits"
 RunOrModel = Annotated[
     str,
     typer.Argument(
-        metavar="RUN_OR_MODEL", help="A run's folder, a checkpoint, weights, or a model name (random weights)."
+        metavar="RUN_OR_MODEL",
+        help="A run's folder, a checkpoint, weights, or a model name (the package's weights, or random).",
     ),
 ]
 DataOption = Annotated[str | None, typer.Option(help="Folder of the images, or digits; without it the run's.")]
@@ -165,7 +166,7 @@ def linear_command(
         int | None,
         typer.Option("--head-batch", help="Batch of the classifier. Without it the run's; 1024 in the paper.", min=1),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the classifier's start and order.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the classifier's start and order.", min=0)] = 0,
     size: SizeOption = None,
     branch: BranchOption = "teacher",
     out: Annotated[Path | None, typer.Option(help="CSV file for a row every ten epochs.")] = None,
@@ -230,9 +231,13 @@ class _Taking:
     ) -> None:
         from dataclasses import replace
 
+        from sima_attn.models.pretrained import weights_file
+
         self.path = data if data is not None else backbone.data.path
         if not self.path:
             raise ValueError(f"{model} is a registered model: say with --data which images to take")
+        if not backbone.data.path and not weights_file(model).is_file():
+            teller()(f"{model} comes without weights: these are the features of random ones")
         self.workers = workers
         changes: dict[str, Any] = {"size": size, "workers": workers}
         self.data = replace(backbone.data, **{name: value for name, value in changes.items() if value is not None})
@@ -255,7 +260,7 @@ class _Taking:
         with progress_bar() as bar:
             step = _moving(bar, f"features of {split}")
             return source, extract(
-                model, source, data, self.folder, say=bar.console.print, on_step=step, **self.options
+                model, source, data, self.folder, say=teller(bar.console), on_step=step, **self.options
             )
 
 

@@ -185,7 +185,8 @@ def check_takes_crops(model: nn.Module, recipe: DinoRecipe) -> int:
     """Channels of the features, the same at every size of crop, or an error that says which size is wrong."""
     width = 0
     model.eval()
-    for size in {recipe.data.size: None, recipe.crops.local_size: None}:
+    sizes = [recipe.data.size, *([recipe.crops.local_size] if recipe.crops.local_count else [])]
+    for size in dict.fromkeys(sizes):
         try:
             features = model(torch.zeros(1, 3, size, size))
         except Exception as error:  # whatever the model says: crops of this size cannot be used

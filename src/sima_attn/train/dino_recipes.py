@@ -171,7 +171,7 @@ def miniature() -> DinoRecipe:
         data=Data("tiny-imagenet", size=64, cache=True, workers=0),
         crops=Crops(local_size=24, blur_sigma=(0.1, 1.0)),  # of 64, as DINO's 96 of 224
         # Without the class token's factor SimA's teacher soon says the same of every image.
-        distill=Distill(out_dim=8192, teacher_temp_epochs=10, class_token_ref=True),
+        distill=Distill(out_dim=8192, class_token_ref=True),
         # Few images are few steps: a small batch makes the most of them.
         optim=Optim(lr=5e-4, lr_batch=128, weight_decay=0.04),
         schedule=Schedule(epochs=100, warmup_epochs=10, warmup_lr=0.0, min_lr=1e-6),

@@ -181,6 +181,14 @@ def _not_ours(path: Path) -> str:
     return f"{path} was not written by a run of `sima train`: it does not say which model it is"
 
 
+def load_weights(model: nn.Module, weights: dict[str, Tensor], path: Path) -> None:
+    """Load them, or say in one line why they do not fit."""
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise ValueError(f"the weights in {path} are not those of its recipe: {' '.join(str(error).split())}") from None
+
+
 def _loaded(path: Path, about: Any, weights: dict[str, Tensor]) -> Loaded:
     if not isinstance(about, dict):
         raise ValueError(_not_ours(path))
@@ -192,10 +200,7 @@ def _loaded(path: Path, about: Any, weights: dict[str, Tensor]) -> Loaded:
         raise ValueError(_not_ours(path))
     recipe = recipes.from_dict(Recipe, about["recipe"])
     model: Any = build_model(recipe.model, len(about["classes"]))
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        raise ValueError(f"the weights in {path} are not those of its recipe: {' '.join(str(error).split())}") from None
+    load_weights(model, weights, path)
     # What timm would say of the model is how others are trained; this one takes images as the run made them.
     made = {"crop_pct": recipe.data.crop_ratio, "interpolation": recipe.data.interpolation}
     model.pretrained_cfg = {**model.pretrained_cfg, **made}

@@ -28,7 +28,7 @@ from sima_attn.train.data.cache import Cache, normalise
 from sima_attn.train.data.loader import BrokenImages, evaluation_batches, seed_everything
 from sima_attn.train.data.sources import Source
 from sima_attn.train.dino_recipes import DinoRecipe, Probe
-from sima_attn.train.evaluate import load_trained, read_weights
+from sima_attn.train.evaluate import load_trained, load_weights, read_weights
 from sima_attn.train.recipes import Data
 from sima_attn.train.run import RunFolder
 
@@ -88,7 +88,8 @@ def load_backbone(what: str | Path, *, branch: str = "teacher", seed: int = 0) -
     """A model from a run of `sima dino` or `sima train` (folder, checkpoint, weights), or a new one by timm's name.
 
     Args:
-        what: Path or model name. A name gives random weights, the line that every training must beat.
+        what: Path or model name. A name gives the weights that come with the package, or random ones: the line that
+            every training must beat.
         branch: "teacher" or, from a DINO checkpoint, "student".
         seed: Of the random weights.
     """
@@ -99,9 +100,11 @@ def load_backbone(what: str | Path, *, branch: str = "teacher", seed: int = 0) -
         path = _file_of_run(RunFolder(path), branch)
     about, weights = _read(path, branch)
     if about.get("task") == "dino":
+        if "recipe" not in about:
+            raise ValueError(f"{path} does not say which model it is of: its recipe is missing")
         recipe = recipes.from_dict(DinoRecipe, about["recipe"])
         model = build_backbone(recipe)
-        model.load_state_dict(weights)
+        load_weights(model, weights, path)
         return Backbone(model.eval(), recipe.data, recipe.probe)
     if branch == "student":
         raise ValueError(f"{what} is no run of `sima dino`: it has no student; leave the branch at teacher")
@@ -139,9 +142,11 @@ def _read(path: Path, branch: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     about = state.get("about", {}) if isinstance(state, dict) else {}
     if not isinstance(about, dict) or about.get("task") != "dino":
         return {}, {}  # `load_trained` takes it, or says why it cannot
-    weights = state["model"] if branch == "student" else state["task"]["teacher"]
+    found = state.get("model") if branch == "student" else state.get("task", {}).get("teacher")
+    if found is None:
+        raise ValueError(f"the checkpoint {path} holds no {branch}")
     prefix = "backbone."
-    return about, {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
+    return about, {name.removeprefix(prefix): w for name, w in found.items() if name.startswith(prefix)}
 
 
 class LayerFeatures(nn.Module):
@@ -183,6 +188,8 @@ class LayerFeatures(nn.Module):
         seen: dict[nn.Module, Tensor] = {}
 
         def keep(block: nn.Module, inputs: Any, tokens: Tensor) -> None:
+            if not isinstance(tokens, Tensor) or tokens.dim() != 3:
+                raise ValueError(f"the blocks of {type(self.model).__name__} give no tokens; use --features output")
             seen[block] = tokens  # [B, N, C]
 
         hooks = [block.register_forward_hook(keep) for block in wanted]
@@ -278,9 +285,12 @@ def extract(
         raise unknown_name("dtype of features", dtype, DTYPES)
     kept = folder / key_of(model, source, data, f"{about} {dtype}")
     if not kept.is_dir():
-        folder.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(folder)
-        temporary = Path(tempfile.mkdtemp(dir=folder, prefix=TAKING))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _remove_abandoned(folder)
+            temporary = Path(tempfile.mkdtemp(dir=folder, prefix=TAKING))
+        except OSError as error:
+            raise ValueError(f"features cannot be kept in {folder}: {error.strerror}; name another --cache") from None
         try:
             _take(model, source, data, temporary, np.dtype(dtype), batch, torch.device(device), say, on_step)
             os.replace(temporary, kept)  # whole, or not there
@@ -329,9 +339,8 @@ def _take(
         with np.errstate(over="ignore"):  # said below, in words
             rows = features.cpu().numpy().astype(dtype)
         if not np.isfinite(rows).all():
-            raise ValueError(
-                f"features of images {done} to {done + len(rows)} are not finite in {dtype}; use --dtype float32"
-            )
+            remedy = "use --dtype float32" if features.isfinite().all() else "the weights or the images are not"
+            raise ValueError(f"features of images {done} to {done + len(rows)} are not finite in {dtype}; {remedy}")
         values[done : done + len(rows)] = rows
         done += len(rows)
         labels.append(numbers.cpu().numpy())
@@ -357,8 +366,12 @@ def key_of(model: nn.Module, source: Source, data: Data, about: str = "") -> str
     for name, tensor in model.state_dict().items():
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    # Of what changes the features, this alone is neither in the words nor in the weights.
+    pools = [module.global_pool for module in model.modules() if hasattr(module, "global_pool")]
     layers = [getattr(model, name, None) for name in ("layers", "norm")] if isinstance(model, LayerFeatures) else []
-    digest.update(repr((layers, data.size, data.crop_ratio, data.interpolation, data.mean, data.std, about)).encode())
+    digest.update(
+        repr((pools, layers, data.size, data.crop_ratio, data.interpolation, data.mean, data.std, about)).encode()
+    )
     digest.update(source_fingerprint(source))
     return digest.hexdigest()[:24]
 

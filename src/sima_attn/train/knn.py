@@ -122,14 +122,17 @@ def vote_accuracy(
     bank: int,
     block: int = 4096,
 ) -> list[KnnRow]:
-    """Accuracy for each k, from the cosines and labels [n, max k] of the neighbours, the nearest first."""
+    """Accuracy for each k, from the cosines and labels [n, max k] of the neighbours, the nearest first.
+
+    k neighbours vote for k classes at most: with fewer than five the top-5 accuracy is that of the first k.
+    """
     n = len(truth)
     hits = {count: [0, 0] for count in k}
     for start in range(0, n, block):
         rows = slice(start, start + block)
-        for count in k:
+        for count in hits:  # a k that was given twice counts once
             scores = votes(cosines[rows, :count], neighbours[rows, :count], classes, temperature)  # [rows, K]
-            right = scores.topk(min(5, classes), dim=1).indices == truth[rows, None]
+            right = scores.topk(min(5, count, classes), dim=1).indices == truth[rows, None]
             hits[count][0] += int(right[:, 0].sum())
             hits[count][1] += int(right.sum())
     return [KnnRow(count, temperature, 100 * one / n, 100 * five / n, n, bank) for count, (one, five) in hits.items()]
