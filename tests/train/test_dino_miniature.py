@@ -199,7 +199,7 @@ def test_the_command_makes_all_kinds_of_runs(data, tmp_path, monkeypatch):
     assert {point.name for point in curves} == {"vit_softmax"}
     assert [row.steps for row in results] == [6, 6, 0]
     for run in runs:
-        with pytest.raises(ValueError, match=r"has another recipe: data\.path: .* -> elsewhere"):
+        with pytest.raises(ValueError, match=r"of the images in .*, not of those in elsewhere"):
             make_dino_run(
                 replace(run, epochs=0 if run.name == "random" else 2), tmp_path / "out", "elsewhere", device="cpu"
             )

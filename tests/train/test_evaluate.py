@@ -17,8 +17,8 @@ from sima_attn.nn.token_ref import tokens_at
 from sima_attn.train.classify import train_classifier
 from sima_attn.train.data import open_data
 from sima_attn.train.data.loader import evaluation_transform
-from sima_attn.train.evaluate import EvaluationRow, evaluate, load_trained
-from sima_attn.train.recipes import RECIPES
+from sima_attn.train.evaluate import EvaluationRow, Loaded, evaluate, load_trained
+from sima_attn.train.recipes import RECIPES, Data
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +140,13 @@ def test_a_run_without_checkpoints_has_no_average_and_a_damaged_recipe_is_named(
 def test_a_size_is_at_least_one_pixel(run):
     with pytest.raises(ValueError, match="size must be at least 1 px, got 0"):
         evaluate(load_trained(run[0] / "run"), size=0)
+
+
+def test_a_size_that_the_model_cannot_take_is_named(tmp_path):
+    vit = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=3)
+    loaded = Loaded(vit, Data(str(class_folders(tmp_path / "data")), size=224, workers=0), None)
+    with pytest.raises(ValueError, match=r"VisionTransformer cannot take images of 64 px: .*; give another --size"):
+        evaluate(loaded, size=64)
 
 
 def sima(*arguments, code=0):

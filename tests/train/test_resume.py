@@ -1,6 +1,7 @@
 """A run killed at any step and gone on with is, bit for bit, the run never stopped."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -100,6 +101,29 @@ def test_a_finished_run_goes_on_with_nothing(tmp_path):
     again = train_classifier(recipe, tmp_path / "run", resume=True, device="cpu", quiet=True)
     assert again.metrics == first.metrics
     assert len(read_log(tmp_path / "run" / "eval.csv")) == 1
+
+
+def test_a_run_without_its_checkpoints_is_left_as_it_is(tmp_path):
+    recipe = small_recipe(class_folders(tmp_path / "data"), epochs=1)
+    train_classifier(recipe, tmp_path / "run", device="cpu", quiet=True)
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
+    with pytest.raises(ValueError, match=r"has weights\.safetensors and train\.csv, but no checkpoint to go on from"):
+        train_classifier(recipe, tmp_path / "run", resume=True, device="cpu", quiet=True)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()} == before
+
+
+def test_a_run_goes_on_where_its_images_lie_now(tmp_path):
+    data = class_folders(tmp_path / "data")
+    first = train_classifier(small_recipe(data, epochs=1), tmp_path / "run", device="cpu", quiet=True)
+    moved = data.rename(tmp_path / "moved")
+    there = small_recipe(moved, epochs=1)
+    again = train_classifier(there, tmp_path / "run", resume=True, device="cpu", quiet=True)
+    assert again.metrics == first.metrics
+    assert RunFolder(tmp_path / "run").read_recipe() == there
+    (moved / "train" / "cat" / "0.png").unlink()
+    with pytest.raises(ValueError, match=r"their images have changed \(24 to 23\); say with --data"):
+        train_classifier(there, tmp_path / "run", resume=True, device="cpu", quiet=True)
 
 
 def test_another_recipe_or_a_fresh_start_in_the_same_folder_is_refused(tmp_path):

@@ -264,6 +264,7 @@ def train_detector(
             "detector": to_dict(recipe),
             "classes": task.data.classes,
             "category_ids": task.data.category_ids,
+            "images": len(task.data),
         },
         weights=lambda task: task.model,
         title=f"{recipe.name}: Mask R-CNN on {recipe.model.name}",

@@ -68,6 +68,18 @@ def build_model(settings: recipes.Model, num_classes: int) -> nn.Module:
     return model
 
 
+@torch.no_grad()
+def check_takes_images(model: nn.Module, size: int, hint: str) -> None:
+    """Raise where a model cannot take images of this side, with what the model says of it."""
+    training = model.training
+    where = next(model.parameters()).device
+    try:
+        model.eval()(torch.zeros(1, 3, size, size, device=where))
+    except Exception as error:  # whatever the model says
+        raise ValueError(f"{type(model).__name__} cannot take images of {size} px: {error}; {hint}") from error
+    model.train(training)
+
+
 def _set_drop_path(model: nn.Module, rate: float) -> None:
     """One rate in every block; timm lets it grow with depth, the authors do not. Class attention has none."""
     for name, block in model.named_modules():
@@ -92,6 +104,8 @@ class Classification(Task):
         self.steps_per_epoch = steps_per_epoch(self.source, self.share)
         seed_everything(recipe.run.seed)
         self.model = build_model(recipe.model, len(self.classes))
+        hint = f"change data.size, or set model.kwargs.img_size={recipe.data.size} if the model has it"
+        check_takes_images(self.model, recipe.data.size, hint)
         self.mixup = _mixup(recipe, len(self.classes), self.share.piece)
         self.broken, self.broken_val = BrokenImages(self.source, progress.say), BrokenImages(self.val, progress.say)
         self.cache = self.val_cache = None
@@ -223,7 +237,7 @@ def train_classifier(
         recipe,
         out,
         build=lambda fabric, progress: Classification(recipe, fabric, progress),
-        about=lambda task: {"recipe": recipes.to_dict(recipe), "classes": task.classes},
+        about=lambda task: {"recipe": recipes.to_dict(recipe), "classes": task.classes, "images": len(task.source)},
         weights=lambda task: task.model,
         title=f"{recipe.name}: {recipe.model.name}, {recipe.model.attention or 'its own'} attention",
         resume=resume,

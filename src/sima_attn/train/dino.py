@@ -383,7 +383,12 @@ def train_dino(
         recipe,
         out,
         build=lambda fabric, progress: Dino(recipe, fabric, progress, decoded),
-        about=lambda task: {"task": "dino", "recipe": recipes.to_dict(recipe), "classes": task.classes},
+        about=lambda task: {
+            "task": "dino",
+            "recipe": recipes.to_dict(recipe),
+            "classes": task.classes,
+            "images": len(task.source),
+        },
         weights=lambda task: task.teacher.backbone,
         title=f"DINO {recipe.name}: {recipe.model.name}, {recipe.model.attention or 'its own'} attention",
         resume=resume,

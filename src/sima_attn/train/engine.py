@@ -280,6 +280,14 @@ class _Loop:
         }
 
     def load(self, state: dict[str, Any]) -> None:
+        for name in ("classes", "category_ids", "images"):
+            if name in state["about"] and state["about"][name] != self.about[name]:
+                before, now = state["about"][name], self.about[name]
+                told = f"{len(before)} to {len(now)}" if isinstance(before, list) else f"{before} to {now}"
+                raise ValueError(
+                    f"the data are not those of the run in {self.folder.path}: their {name} have changed ({told}); say "
+                    "with --data where its own are, or start a new run with another --out"
+                )
         self.step = state["step"]
         self.task.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -396,8 +404,19 @@ class _Loop:
         self.progress.step(self.step, epoch, row["loss"], rate)
         self.sums, self.logged_at, self.timed_from = {}, now, self.step
 
+    def share_statistics(self) -> None:
+        """Give every process the running statistics of the first: they are the ones that are saved."""
+        if self.fabric.world_size == 1:
+            return
+        average = [self.ema.module] if self.ema else []
+        for module in (self.task.model, *average, *self.task.state().values()):
+            for buffer in module.buffers():
+                if buffer.is_floating_point():
+                    torch.distributed.broadcast(buffer, 0)
+
     def evaluate(self) -> None:
         before = time.monotonic()
+        self.share_statistics()
         with torch.compiler.set_stance("force_eager"):  # a few batches, the last a smaller one, do not pay for it
             metrics = self.task.evaluate(self.task.model)
             if self.ema:

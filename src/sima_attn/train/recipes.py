@@ -200,7 +200,8 @@ class Run:
 
 
 # What may differ when a run goes on: nothing here changes the weights.
-MAY_CHANGE = {"data.workers", "run.checkpoint_minutes", "run.checkpoint_steps"}
+# Images may be moved; whether they are the same is asked of them, not of their place.
+MAY_CHANGE = {"data.path", "data.workers", "run.checkpoint_minutes", "run.checkpoint_steps"}
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from typing import Any
 
 from sima_attn._files import written_whole
 from sima_attn._version import __version__
+from sima_attn.train.checkpoint import checkpoints
 from sima_attn.train.recipes import Recipe, differences, from_dict, to_dict
 
 
@@ -83,10 +84,21 @@ class RunFolder:
                 )
             return
         refuse_changes(self.path, self.read_recipe(type(recipe)), recipe)
+        left = [file.name for file in (self.weights, self.path / "train.csv") if file.exists()]
+        if left and not checkpoints(self.checkpoints):
+            raise ValueError(
+                f"the run in {self.path} has {' and '.join(left)}, but no checkpoint to go on from; start a new run "
+                "with another --out"
+            )
 
     def check_finished(self, recipe: Any) -> None:
         """Raise unless the finished run here is the one of the recipe; how it ran (`run`) may differ."""
         made = self.read_recipe(type(recipe))
+        if Path(made.data.path).resolve() != Path(recipe.data.path).resolve():
+            raise ValueError(
+                f"the run in {self.path} is of the images in {made.data.path}, not of those in {recipe.data.path}; "
+                "give another --out"
+            )
         refuse_changes(self.path, made, replace(recipe, run=replace(made.run, seed=recipe.run.seed)))
 
     def write_recipe(self, recipe: Any) -> None:

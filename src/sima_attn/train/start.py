@@ -64,7 +64,9 @@ def train_task(
         def begin() -> None:  # after data and settings were checked: wrong ones leave no folder behind
             if first and not resume:
                 stack.enter_context(folder.locked())
-                folder.write_recipe(recipe)
+                folder.check(recipe, resume=False)  # another process may have been faster
+            if first and not (resume and folder.read_recipe(type(recipe)) == recipe):
+                folder.write_recipe(recipe)  # also where its images lie now
             fabric.barrier()
 
         facts = about(task)
