@@ -5,6 +5,7 @@ import io
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -51,15 +52,20 @@ def write_table(root, split="train", **columns):
     pq.write_table(pa.table(columns), root / f"{split}.parquet")
 
 
+def write_members(path, members, mode="w", **options):
+    with tarfile.open(path, mode, **options) as tar:
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+
+
 def write_tar(root, samples, split="train", shard=5):
     root.mkdir(exist_ok=True)
     for start in range(0, len(samples), shard):
-        with tarfile.open(root / f"{split}-{start:04d}.tar", "w") as tar:
-            for i, (data, label) in enumerate(samples[start : start + shard], start):
-                for name, content in ((f"{i:04d}.png", data), (f"{i:04d}.cls", str(label).encode())):
-                    member = tarfile.TarInfo(name)
-                    member.size = len(content)
-                    tar.addfile(member, io.BytesIO(content))
+        pairs = enumerate(samples[start : start + shard], start)
+        members = [((f"{i:04d}.png", data), (f"{i:04d}.cls", str(label).encode())) for i, (data, label) in pairs]
+        write_members(root / f"{split}-{start:04d}.tar", [member for pair in members for member in pair])
 
 
 @pytest.fixture
@@ -333,9 +339,7 @@ def test_labels_without_a_class_are_an_error(folders, tmp_path):
 
 
 def test_a_tar_without_labels_and_one_that_is_none_are_named(tmp_path):
-    with tarfile.open(tmp_path / "train-0.tar", "w") as tar:
-        member = tarfile.TarInfo("a.png")
-        tar.addfile(member, io.BytesIO(b""))
+    write_members(tmp_path / "train-0.tar", [("a.png", b"")])
     with pytest.raises(ValueError, match=r"a in .*train-0\.tar has no label"):
         open_data(tmp_path)
     (tmp_path / "train-0.tar").write_bytes(b"nothing of the kind" * 100)
@@ -352,11 +356,7 @@ def test_images_without_labels_can_be_read_where_none_are_needed(folders, tmp_pa
     for i, data in enumerate(contents):
         (tmp_path / "flat" / "train" / f"{i:03d}.png").write_bytes(data)
     pq.write_table(pa.table({"image": pa.array(contents)}), tmp_path / "parquet" / "train.parquet")
-    with tarfile.open(tmp_path / "tar" / "train.tar", "w") as tar:
-        for i, data in enumerate(contents):
-            member = tarfile.TarInfo(f"{i:03d}.png")
-            member.size = len(data)
-            tar.addfile(member, io.BytesIO(data))
+    write_members(tmp_path / "tar" / "train.tar", [(f"{i:03d}.png", data) for i, data in enumerate(contents)])
     for name in ("flat", "parquet", "tar"):
         with pytest.raises(ValueError, match=r"no class folders|no column label|has no label"):
             open_data(tmp_path / name)
@@ -374,13 +374,41 @@ def test_images_without_labels_can_be_read_where_none_are_needed(folders, tmp_pa
 @pytest.mark.parametrize("opened", ["gz", "bz2", "xz"])
 def test_a_compressed_tar_is_named(folders, tmp_path, opened):
     data = encoded(folders, "train")
-    with tarfile.open(tmp_path / "train-0.tar", f"w:{opened}") as tar:
-        for name, content in (("0.png", data[0][0]), ("0.cls", b"0")):
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
+    write_members(tmp_path / "train-0.tar", [("0.png", data[0][0]), ("0.cls", b"0")], f"w:{opened}")
     with pytest.raises(ValueError, match=r"train-0\.tar is compressed \(.*plain tar"):
         open_data(tmp_path)
+
+
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_a_tar_that_is_cut_off_anywhere_is_an_error(tmp_path, form):
+    """In a header, between members, in the block that ends it; one such block is enough."""
+    path = tmp_path / "train-0.tar"
+    stem = "long" * (4 if form == tarfile.USTAR_FORMAT else 40)  # the others put a long name into a block of its own
+    write_members(path, [(f"{stem}{i}.{ending}", b"0") for i in (0, 1) for ending in ("png", "cls")], format=form)
+    whole = path.read_bytes()
+    end = len(whole.rstrip(b"\0")) // 512 * 512 + 512
+    assert len(open_data(tmp_path)) == 2
+    for cut in range(end + 512, len(whole), 512):
+        path.write_bytes(whole[:cut])
+        assert len(open_data(tmp_path)) == 2
+    for cut in range(0, end + 512, 128):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(ValueError, match=r"train-0\.tar is (cut off|no readable tar file)"):
+            open_data(tmp_path)
+    path.write_bytes(whole[:1024] + b"?" * 512 + whole[1536:])
+    with pytest.raises(ValueError, match=r"train-0\.tar is (cut off or damaged|no readable tar file)"):
+        open_data(tmp_path)
+
+
+def test_tars_of_other_writers_are_whole(folders, tmp_path):
+    """GNU tar, and a stream, as webdataset writes it."""
+    content = encoded(folders, "train")[0][0]
+    (tmp_path / "a.png").write_bytes(content)
+    (tmp_path / "a.cls").write_text("0")
+    write_members(tmp_path / "train-1.tar", [("a.png", content), ("a.cls", b"0")], "w|")
+    if shutil.which("tar"):
+        subprocess.run(["tar", "-cf", "train-0.tar", "./a.png", "./a.cls"], cwd=tmp_path, check=True)
+    assert len(open_data(tmp_path)) == 1 + bool(shutil.which("tar"))
 
 
 def test_a_parquet_file_that_is_none_or_cut_short_is_named(folders, tmp_path):

@@ -346,6 +346,7 @@ class TarShards(Source):
             elif ending in ("cls", "json") and self.labelled:
                 text = shard.extractfile(member).read()  # type: ignore[union-attr]
                 sample["label"] = _label(text, ending, f"{member.name} in {self.files[i]}")
+        _check_end(shard, self.files[i])
         for key, sample in found.items():
             if "image" not in sample:
                 continue
@@ -365,6 +366,17 @@ class TarShards(Source):
         with open(self.files[shard], "rb") as file:
             file.seek(offset)
             return _decode(io.BytesIO(file.read(size)))
+
+
+def _check_end(shard: tarfile.TarFile, path: Path) -> None:
+    """Raise unless a block of zeros is where reading stopped: tarfile takes half a header, or none, for the end too."""
+    with open(path, "rb") as file:
+        file.seek(shard.offset)
+        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+            raise ValueError(
+                f"{path} is cut off or damaged at byte {shard.offset}: neither a member nor the end of a tar file, a "
+                "block of zeros, is there; copy or pack it again"
+            )
 
 
 def _compression(path: Path) -> str | None:
