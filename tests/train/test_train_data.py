@@ -35,13 +35,15 @@ from sima_attn.train.recipes import Augment, to_dict
 CPU = torch.device("cpu")
 
 
-def write_parquet(root, samples, names, split="train", row_group=3):
+def write_parquet(root, samples, names, split="train", row_group=3, metadata=None):
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     images = pa.array([{"bytes": data, "path": f"{i}.png"} for i, (data, _) in enumerate(samples)])
     table = pa.table({"image": images, "label": pa.array([label for _, label in samples])})
     if names:
         features = {"info": {"features": {"label": {"names": names, "_type": "ClassLabel"}}}}
-        table = table.replace_schema_metadata({b"huggingface": json.dumps(features).encode()})
+        metadata = json.dumps(features).encode()
+    if metadata is not None:
+        table = table.replace_schema_metadata({b"huggingface": metadata})
     root.mkdir(exist_ok=True)
     pq.write_table(table, root / f"{split}-00000-of-00001.parquet", row_group_size=row_group)
 
@@ -433,6 +435,24 @@ def test_parquet_takes_plain_bytes_and_names_of_classes(folders, tmp_path):
     source, truth = open_data(tmp_path / "p"), open_data(folders)
     assert [source.classes[label] for label in source.labels] == [truth.classes[label] for label in truth.labels]
     assert all(np.array_equal(np.array(source.read(i)), np.array(truth.read(i))) for i in range(len(truth)))
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        "",
+        "no JSON",
+        "{}",
+        '{"info": null}',
+        '{"info": {"features": [{"name": "label"}]}}',
+        '{"info": {"features": {"label": ["x"]}}}',
+        '{"info": {"features": {"label": {"names": "xy"}}}}',
+        '{"info": {"features": {"label": {"names": [1, 2, 3]}}}}',
+    ],
+)
+def test_parquet_metadata_of_another_form_names_no_classes(tmp_path, metadata):
+    write_parquet(tmp_path / "p", [(b"", 0), (b"", 2)], None, metadata=metadata.encode())
+    assert open_data(tmp_path / "p").classes == ["0", "1", "2"]
 
 
 def test_parquet_columns_of_another_kind_are_named(tmp_path):

@@ -294,8 +294,12 @@ def _numbers(column: Any, names: list[str] | None, path: Path, root: Path) -> np
 
 
 def _names_in_metadata(metadata: dict[bytes, bytes] | None) -> list[str] | None:
-    text = (metadata or {}).get(b"huggingface")
-    return json.loads(text)["info"]["features"].get("label", {}).get("names") if text else None
+    """The class names as Hugging Face notes them; None where they are missing, or noted in another way."""
+    try:
+        names = json.loads((metadata or {})[b"huggingface"])["info"]["features"]["label"]["names"]
+    except (KeyError, TypeError, ValueError):  # not there, no dict on the way, no JSON
+        return None
+    return names if isinstance(names, list) and names and all(isinstance(name, str) for name in names) else None
 
 
 class TarShards(Source):
