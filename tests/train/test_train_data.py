@@ -455,6 +455,37 @@ def test_parquet_metadata_of_another_form_names_no_classes(tmp_path, metadata):
     assert open_data(tmp_path / "p").classes == ["0", "1", "2"]
 
 
+def test_parquet_files_that_list_other_classes_are_named(tmp_path):
+    samples, root = [(b"", 0), (b"", 1)], tmp_path / "p"
+    write_parquet(root, samples, ["cat", "dog"], "train-a")
+    write_parquet(root, samples, None, "train-b")  # lists none, and contradicts nothing
+    assert open_data(root).classes == ["cat", "dog"]
+    for names, what in ((["dog", "cat"], "same names in another order"), (["cat", "elk"], "only in .*: elk")):
+        write_parquet(root, samples, names, "train-c")
+        with pytest.raises(ValueError, match=rf"classes of .*train-a-.* and .*train-c-.* differ: .*{what}"):
+            open_data(root)
+        assert len(open_data(root, labelled=False)) == 6
+    write_parquet(root, samples, ["cat", "cat"], "train-a")
+    with pytest.raises(ValueError, match=r"train-a-.*\.parquet lists classes more than once: cat"):
+        open_data(root)
+
+
+def test_a_list_of_classes_that_contradicts_the_schema_or_itself_is_an_error(tmp_path):
+    write_parquet(tmp_path, [(b"", 0), (b"", 1)], ["cat", "dog"])
+    listing = tmp_path / "classes.txt"
+    listing.write_text("cat\tcat, house cat\ndog\n")
+    assert open_data(tmp_path).classes == ["cat", "dog"]
+    for wrong in ("dog\ncat\n", "cat\ndog\nowl\n", "n01\tcat\nn02\tdog\n"):
+        listing.write_text(wrong)
+        with pytest.raises(ValueError, match=r"classes of .*\.parquet and .*classes\.txt differ"):
+            open_data(tmp_path)
+    write_tar(tmp_path / "t", [(b"", 0), (b"", 1)])
+    for root in (tmp_path, tmp_path / "t"):
+        (root / "classes.txt").write_text("cat\tone\ndog\ncat\tanother\n")
+        with pytest.raises(ValueError, match=r"classes\.txt lists classes more than once: cat"):
+            open_data(root)
+
+
 def test_parquet_columns_of_another_kind_are_named(tmp_path):
     write_table(tmp_path / "p", image=["a.png"], label=[0])
     with pytest.raises(ValueError, match=r"column image of .* is of type string; encoded images are needed"):

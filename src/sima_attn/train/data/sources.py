@@ -10,7 +10,7 @@ import io
 import json
 import tarfile
 from abc import ABC, abstractmethod
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,17 +89,19 @@ def open_data(path: str | Path, split: str = "train", *, labelled: bool = True) 
 
 def check_same_classes(train: Source, val: Source) -> None:
     """Raise unless both splits have the same classes in the same order."""
-    if train.classes == val.classes:
+    _check_same_names("train", train.classes, "val", val.classes)
+
+
+def _check_same_names(one: str | Path, names: list[str], other: str | Path, others: list[str]) -> None:
+    if names == others:
         return
-    only_train = [c for c in train.classes if c not in set(val.classes)]
-    only_val = [c for c in val.classes if c not in set(train.classes)]
-    parts = [f"train has {len(train.classes)} classes, val {len(val.classes)}"]
-    parts += [f"only in train: {few_of(only_train)}"] * bool(only_train) + [f"only in val: {few_of(only_val)}"] * bool(
-        only_val
-    )
-    if not only_train and not only_val:
+    parts = [f"{one} has {len(names)} classes, {other} {len(others)}"]
+    for place, mine, theirs in ((one, names, set(others)), (other, others, set(names))):
+        only = [name for name in mine if name not in theirs]
+        parts += [f"only in {place}: {few_of(only)}"] * bool(only)
+    if len(parts) == 1:
         parts.append("the same names in another order")
-    raise ValueError(f"the classes of train and val differ: {'; '.join(parts)}")
+    raise ValueError(f"the classes of {one} and {other} differ: {'; '.join(parts)}; make them the same")
 
 
 def few_of(names: Sequence[str]) -> str:
@@ -116,17 +118,27 @@ def _check_labels(labels: np.ndarray, classes: Sequence[str], where: str) -> Non
         )
 
 
-def _class_names(root: Path, labels: np.ndarray) -> list[str]:
-    """Lines of classes.txt, or the numbers up to the greatest label."""
-    listed = _listed_classes(root)
+def _class_names(listed: list[str] | None, labels: np.ndarray) -> list[str]:
+    """Those that are listed, or the numbers up to the greatest label."""
     return [str(k) for k in range(int(labels.max()) + 1)] if listed is None else listed
 
 
 def _listed_classes(root: Path) -> list[str] | None:
+    """The lines of classes.txt, up to a tab."""
     listing = root / "classes.txt"
     if not listing.is_file():
         return None
-    return [line.split("\t")[0].strip() for line in listing.read_text().splitlines() if line.strip()]
+    names = [line.split("\t")[0].strip() for line in listing.read_text().splitlines() if line.strip()]
+    _check_once(names, listing)
+    return names
+
+
+def _check_once(names: Sequence[str], path: Path) -> None:
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ValueError(
+            f"{path} lists classes more than once: {few_of(twice)}; a name stands for one label: rename or merge them"
+        )
 
 
 def class_words(root: Path | str) -> dict[str, str]:
@@ -177,7 +189,8 @@ class ClassFolders(Source):
 class Parquet(Source):
     """Hugging Face's columns: image (a struct of bytes and path, or plain bytes) and label. Row groups are the blocks.
 
-    Labels are numbers, or names of classes that the schema or classes.txt lists.
+    Labels are numbers, or names of classes that the schema or classes.txt lists. Whatever lists classes, every file and
+    classes.txt, has to list the same: else a label stands for several classes.
     """
 
     KEPT_BLOCKS = 16  # row groups in memory, in each process that reads
@@ -193,7 +206,7 @@ class Parquet(Source):
         self.files = list(files)
         self.groups: list[tuple[int, int]] = []  # (file, row group) of each block
         self.blocks = []
-        columns, names = [], None
+        columns, listed = [], None
         for i, path in enumerate(self.files):
             try:
                 file = pq.ParquetFile(path)
@@ -205,7 +218,8 @@ class Parquet(Source):
                     f"{path} has no column {' or '.join(sorted(missing))}; it has {file.schema_arrow.names}"
                 )
             _check_image_column(file.schema_arrow.field("image").type, path)
-            names = names or _names_in_metadata(file.schema_arrow.metadata)
+            if labelled:
+                listed = _agreed(listed, _names_in_metadata(file.schema_arrow.metadata), path)
             try:
                 columns += [file.read(columns=["label"])["label"]] if labelled else []
             except (pa.ArrowException, OSError) as error:
@@ -220,10 +234,11 @@ class Parquet(Source):
         if not labelled:
             self.labels, self.classes = np.zeros(sum(self.blocks), dtype=np.int64), []
             return
-        names = names or _listed_classes(root)
+        listed = _agreed(listed, _listed_classes(root), root / "classes.txt")
+        names = None if listed is None else listed[1]
         labels = [_numbers(column, names, path, root) for column, path in zip(columns, self.files, strict=True)]
         self.labels = np.concatenate(labels)
-        self.classes = names or _class_names(root, self.labels)
+        self.classes = _class_names(names, self.labels)
         _check_labels(self.labels, self.classes, str(root))
 
     def _row(self, index: int) -> tuple[int, int]:
@@ -293,6 +308,18 @@ def _numbers(column: Any, names: list[str] | None, path: Path, root: Path) -> np
     return np.array([known[word] for word in words], dtype=np.int64)
 
 
+def _agreed(
+    listed: tuple[Path, list[str]] | None, names: list[str] | None, path: Path
+) -> tuple[Path, list[str]] | None:
+    """The first file that lists classes, with them; raises where a later one lists others."""
+    if names is None:
+        return listed
+    _check_once(names, path)
+    if listed is not None:
+        _check_same_names(*listed, path, names)
+    return listed or (path, names)
+
+
 def _names_in_metadata(metadata: dict[bytes, bytes] | None) -> list[str] | None:
     """The class names as Hugging Face notes them; None where they are missing, or noted in another way."""
     try:
@@ -336,7 +363,7 @@ class TarShards(Source):
         if not labelled:
             self.classes = []
             return
-        self.classes = _class_names(root, self.labels)
+        self.classes = _class_names(_listed_classes(root), self.labels)
         _check_labels(self.labels, self.classes, str(root))
 
     def _index(self, i: int, shard: tarfile.TarFile, labels: list[int]) -> None:
