@@ -56,9 +56,11 @@ def write_table(root, split="train", **columns):
 
 def write_members(path, members, mode="w", **options):
     with tarfile.open(path, mode, **options) as tar:
-        for name, content in members:
+        for name, content, *kind in members:
             member = tarfile.TarInfo(name)
             member.size = len(content)
+            if kind:
+                (member.type,), member.linkname = kind, "elsewhere"
             tar.addfile(member, io.BytesIO(content))
 
 
@@ -399,6 +401,33 @@ def test_a_tar_that_is_cut_off_anywhere_is_an_error(tmp_path, form):
             open_data(tmp_path)
     path.write_bytes(whole[:1024] + b"?" * 512 + whole[1536:])
     with pytest.raises(ValueError, match=r"train-0\.tar is (cut off or damaged|no readable tar file)"):
+        open_data(tmp_path)
+
+
+def test_members_of_a_tar_that_are_no_samples_are_passed_over(tmp_path):
+    members = [("a.png", b""), ("a.json", b'{"label": 1}'), ("a.mask.png", b""), ("._a.png", b""), ("._a.cls", b"?")]
+    folders = [(name, b"", tarfile.DIRTYPE) for name in ("a.cls", "b.png", "b.cls")]
+    write_members(tmp_path / "train-0.tar", members + folders)
+    source = open_data(tmp_path)
+    assert [source.members[i][1] for i in range(len(source))] == ["a.png"]
+    assert source.labels.tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("a.png", b""), r"a\.png in .*train-0\.tar is the second image of a;"),
+        (("a.JPG", b""), r"a\.JPG in .* is the second image of a;"),
+        (("a.cls", b"1"), r"a\.cls in .* is the second cls of a;"),
+        (("a.json", b'{"label": 1}'), r"a in .* has one label in \.cls and another in \.json"),
+        (("b.001.png", b""), r"b\.001\.png in .*train-0\.tar has dots in its name: .* b has no image"),
+        (("b.png", b"", tarfile.SYMTYPE), r"b\.png in .* is a link"),
+        (("b.cls", b"", tarfile.LNKTYPE), r"b\.cls in .* is a link"),
+    ],
+)
+def test_members_of_a_tar_that_would_be_lost_are_named(tmp_path, more, message):
+    write_members(tmp_path / "train-0.tar", [("a.png", b""), ("a.cls", b"0"), more])
+    with pytest.raises(ValueError, match=message):
         open_data(tmp_path)
 
 

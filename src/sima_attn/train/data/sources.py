@@ -371,22 +371,41 @@ class TarShards(Source):
         for member in shard:
             folder, _, base = member.name.rpartition("/")
             stem, _, ending = base.partition(".")  # webdataset's rule: the key ends at the first dot
+            part = _part(ending, self.labelled)
+            if part is None or not stem or not (member.isfile() or member.islnk() or member.issym()):
+                continue  # no stem: the ._NAME.jpg of macOS; no file: a folder, whatever its name is
+            where = f"{member.name} in {self.files[i]}"
             sample = found.setdefault(f"{folder}/{stem}", {})
-            if f".{ending.lower()}" in ENDINGS:
-                sample["image"] = (i, member.name, member.offset_data, member.size)
-            elif ending in ("cls", "json") and self.labelled:
-                text = shard.extractfile(member).read()  # type: ignore[union-attr]
-                sample["label"] = _label(text, ending, f"{member.name} in {self.files[i]}")
+            if part == "more":
+                sample[part] = where
+                continue
+            if part in sample:
+                raise ValueError(
+                    f"{where} is the second {part} of {stem}; a sample has one image and one label: rename or remove it"
+                )
+            if not member.isfile():
+                raise ValueError(f"{where} is a link, and images are read in place: pack the file it stands for")
+            if part == "image":
+                sample[part] = (i, member.name, member.offset_data, member.size)
+            else:
+                sample[part] = _label(shard.extractfile(member).read(), part, where)  # type: ignore[union-attr]
         _check_end(shard, self.files[i])
         for key, sample in found.items():
+            key = key.lstrip("/")
             if "image" not in sample:
+                if "more" in sample:
+                    raise ValueError(
+                        f"{sample['more']} has dots in its name: the key of a sample ends at the first one, and {key} "
+                        "has no image; rename it"
+                    )
                 continue
-            if self.labelled and "label" not in sample:
-                raise ValueError(
-                    f"{key.lstrip('/')} in {self.files[i]} has no label: a member .cls or .json is missing"
-                )
+            given = {sample[part] for part in ("cls", "json") if part in sample}
+            if self.labelled and not given:
+                raise ValueError(f"{key} in {self.files[i]} has no label: a member .cls or .json is missing")
+            if len(given) > 1:
+                raise ValueError(f"{key} in {self.files[i]} has one label in .cls and another in .json; remove one")
             self.members.append(sample["image"])
-            labels.append(sample.get("label", 0))
+            labels.append(given.pop() if given else 0)
 
     def name(self, index: int) -> str:
         shard, name, _, _ = self.members[index]
@@ -397,6 +416,14 @@ class TarShards(Source):
         with open(self.files[shard], "rb") as file:
             file.seek(offset)
             return _decode(io.BytesIO(file.read(size)))
+
+
+def _part(ending: str, labelled: bool) -> str | None:
+    """What a member is to its sample: image, cls, json, more (NAME.mask.png beside NAME.jpg), or nothing."""
+    if ending in ("cls", "json"):
+        return ending if labelled else None
+    _, dot, last = ending.lower().rpartition(".")
+    return ("more" if dot else "image") if f".{last}" in ENDINGS else None
 
 
 def _check_end(shard: tarfile.TarFile, path: Path) -> None:
