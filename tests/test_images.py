@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sima_attn._images import check_not_over, find_photos, open_photo, open_photos, to_rgb, unlike
+from sima_attn._images import check_not_over, find_photos, images_in, open_photo, open_photos, to_rgb, unlike
 
 
 @pytest.fixture
@@ -21,6 +21,16 @@ def test_files_folders_and_patterns_are_found(folder):
     assert find_photos([folder / "c.txt", b]) == [folder / "c.txt", b]  # a named file is taken at its word
     assert find_photos([str(folder / "[ab].*"), a]) == [a, b, a]
     assert find_photos([folder / "*.png"]) == [b]
+
+
+def test_hidden_files_and_folders_are_passed_over(folder):
+    for name in ("._a.png", ".b.jpg", ".cache/c.png", "__MACOSX/d.png", "deeper/e.png"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes((folder / "b.png").read_bytes())
+    flat = [folder / "a.JPG", folder / "b.png"]
+    assert images_in(folder) == flat
+    assert images_in(folder, deep=True) == [*flat, folder / "deeper" / "e.png"]
+    assert images_in(folder / ".cache") == [folder / ".cache" / "c.png"]  # a named folder is taken at its word
 
 
 @pytest.mark.parametrize(

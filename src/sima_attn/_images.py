@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,9 +14,22 @@ if TYPE_CHECKING:
 ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".gif", ".tif", ".tiff")
 
 
-def images_in(folder: Path) -> list[Path]:
-    """The image files directly in a folder, in the order of their names."""
-    return sorted(path for path in folder.iterdir() if path.suffix.lower() in ENDINGS and path.is_file())
+def is_hidden(name: str) -> bool:
+    """Whether a file or folder is not the user's: .ipynb_checkpoints, and ._x.png and __MACOSX of macOS."""
+    return name.startswith(".") or name == "__MACOSX"
+
+
+def images_in(folder: Path, *, deep: bool = False) -> list[Path]:
+    """The image files in a folder, and in folders in it where `deep`, in the order of their names; no hidden ones."""
+    with os.scandir(folder) as listing:  # it tells files from folders, and a million of them need not be asked
+        entries = sorted((entry for entry in listing if not is_hidden(entry.name)), key=lambda entry: entry.name)
+    found: list[Path] = []
+    for entry in entries:
+        if deep and entry.is_dir(follow_symlinks=False):
+            found += images_in(folder / entry.name, deep=True)
+        elif entry.name.lower().endswith(ENDINGS) and not entry.is_dir():
+            found.append(folder / entry.name)
+    return found
 
 
 def find_photos(paths: Sequence[str | Path]) -> list[Path]:

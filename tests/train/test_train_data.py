@@ -326,6 +326,29 @@ def test_wrong_folders_are_named(tmp_path, folders):
         open_data(folders / "train" / "cat" / "0.png")
 
 
+def test_hidden_folders_are_no_classes_and_hidden_files_no_images(folders):
+    before = open_data(folders)
+    for name in (".ipynb_checkpoints", "__MACOSX", "cat/.ipynb_checkpoints", "cat/folder.jpg"):
+        (folders / "train" / name).mkdir()
+    for name in (".ipynb_checkpoints/0.png", "__MACOSX/0.png", "cat/.ipynb_checkpoints/0.png", "cat/._0.png"):
+        picture(0).save(folders / "train" / name)
+    source = open_data(folders)
+    assert source.classes == before.classes
+    assert source.files == before.files
+
+
+def test_images_of_a_class_may_lie_deeper_and_are_in_the_order_of_their_paths(folders):
+    cat = folders / "train" / "cat"
+    for name in ("a/b/x.png", "a-b/x.PNG", "a/x.jpg", "a.png", "folder.jpg/x.png"):
+        (cat / name).parent.mkdir(parents=True, exist_ok=True)
+        picture(0).save(cat / name)
+    (cat / "gone.png").symlink_to(cat / "nowhere.png")  # named as a broken image when it is read
+    source = open_data(folders)
+    files = [path for path, label in zip(source.files, source.labels, strict=True) if label == 0]
+    assert len(files) == 8 + 6
+    assert files == sorted(files)
+
+
 def test_classes_that_differ_between_train_and_val_are_named(folders):
     (folders / "val" / "owl").rename(folders / "val" / "elk")
     with pytest.raises(ValueError, match=r"only in train: owl; only in val: elk"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import tarfile
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sima_attn._images import ENDINGS, images_in, to_rgb
+from sima_attn._images import ENDINGS, images_in, is_hidden, to_rgb
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -158,11 +159,12 @@ def _decode(data: Any) -> Image:
 
 
 class ClassFolders(Source):
-    """One folder a class, images at any depth in it; classes in the order of their names."""
+    """One folder a class, images at any depth in it; classes in the order of their names. Hidden ones are none."""
 
     def __init__(self, root: Path, labelled: bool = True) -> None:
         self.root = root
-        self.classes = sorted(folder.name for folder in root.iterdir() if folder.is_dir())
+        with os.scandir(root) as listing:
+            self.classes = sorted(entry.name for entry in listing if entry.is_dir() and not is_hidden(entry.name))
         self.files: list[Path] = []
         if not self.classes and not labelled:
             self.files = images_in(root)
@@ -172,7 +174,7 @@ class ClassFolders(Source):
             raise ValueError(f"{root} holds no class folders: put the images in {root}/CLASS/")
         labels = [0] * len(self.files)
         for label, name in enumerate(self.classes):
-            found = sorted(p for p in (root / name).rglob("*") if p.suffix.lower() in ENDINGS)
+            found = images_in(root / name, deep=True)
             if not found:
                 raise ValueError(f"the class folder {root / name} holds no images ({', '.join(ENDINGS)})")
             self.files += found
