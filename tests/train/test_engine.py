@@ -18,7 +18,6 @@ from sima_attn.nn.baselines.softmax import SoftmaxAttention
 from sima_attn.train.checkpoint import checkpoints, load_newest
 from sima_attn.train.classify import Classification, build_model, train_classifier
 from sima_attn.train.engine import first_non_finite, start_fabric
-from sima_attn.train.evaluate import evaluate, load_trained
 from sima_attn.train.logs import read_log
 from sima_attn.train.recipes import Model, Optim, Schedule, to_dict, with_overrides
 
@@ -45,31 +44,15 @@ def test_accumulated_parts_equal_the_whole_batch(data, tmp_path):
         assert torch.allclose(parts["model"][name], weight, atol=2e-4), name
 
 
-def in_two_processes(recipe, out):
-    """torchrun, gloo."""
-    arguments = json.dumps([{"recipe": to_dict(recipe), "out": str(out), "deaths": []}])
+def test_two_processes_give_the_loss_of_one(data, tmp_path):
+    """torchrun, gloo; and only the first process writes."""
+    recipe = small_recipe(data)
+    arguments = json.dumps([{"recipe": to_dict(recipe), "out": str(tmp_path / "two"), "deaths": []}])
     script = str(Path(__file__).parent / "killed_run.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, script, arguments], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-
-
-def test_two_processes_evaluate_the_statistics_that_are_saved(data, tmp_path):
-    """BatchNorm's are each process's own on CPUs."""
-    xcit = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
-    model = {"name": "sima_xcit_nano_12_p16_224", "kwargs": xcit}
-    in_two_processes(small_recipe(data, model=model, run={"ema": 0.5}), tmp_path / "run")
-    logged = read_log(tmp_path / "run" / "eval.csv")[-1]
-    for ema, name in ((False, "loss"), (True, "ema_loss")):
-        alone = evaluate(load_trained(tmp_path / "run", ema=ema))
-        assert float(logged[name]) == pytest.approx(alone.loss, rel=1e-5)
-
-
-def test_two_processes_give_the_loss_of_one(data, tmp_path):
-    """And only the first process writes."""
-    recipe = small_recipe(data)
-    in_two_processes(recipe, tmp_path / "two")
     finished, one = train(recipe, tmp_path / "one")
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
     two = load_newest(tmp_path / "two" / "checkpoints")

@@ -30,6 +30,8 @@ from sima_attn.train.data.loader import (
     training_transform,
 )
 from sima_attn.train.data.sources import check_same_classes, class_words
+from sima_attn.train.evaluate import evaluate, load_trained
+from sima_attn.train.logs import read_log
 from sima_attn.train.recipes import Augment, to_dict
 
 CPU = torch.device("cpu")
@@ -267,15 +269,17 @@ train_classifier(from_dict(Recipe, json.loads(sys.argv[1])), sys.argv[2], device
 """
 
 
-def test_broken_images_of_other_processes_are_named(tmp_path):
-    """torchrun, gloo. The second process finds them, and shows nothing itself."""
-    folders = class_folders(tmp_path / "many", per_class=(104, 101), classes=("a",))
+def test_two_processes_name_broken_images_and_evaluate_what_is_saved(tmp_path):
+    """torchrun, gloo. The second process finds the images, and shows nothing itself; its BatchNorm has seen others."""
+    folders = class_folders(tmp_path / "many", per_class=(52, 51), classes=("a", "b"))
     train, val = open_data(folders), open_data(folders, "val")
     _, _, second = next(batch_indices(train, Share(52, 1, 2), 0, start=0, stop=1))
     paths = [train.files[second[5]], val.files[1]]  # val images go to the processes in turn
     for path in paths:
         path.write_bytes(b"broken")
-    recipe = small_recipe(folders, epochs=1, run={"batch": 52})
+    xcit = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
+    model = {"name": "sima_xcit_nano_12_p16_224", "kwargs": xcit}
+    recipe = small_recipe(folders, epochs=1, model=model, run={"batch": 52, "ema": 0.5})
     (tmp_path / "train.py").write_text(TRAIN)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     command += [str(tmp_path / "train.py"), json.dumps(to_dict(recipe)), str(tmp_path / "run")]
@@ -283,6 +287,10 @@ def test_broken_images_of_other_processes_are_named(tmp_path):
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stderr.splitlines() if line.startswith("broken image")]
     assert [line.split(": ")[1] for line in said] == [str(path) for path in paths], done.stderr
+    logged = read_log(tmp_path / "run" / "eval.csv")[-1]
+    for ema, name in ((False, "loss"), (True, "ema_loss")):
+        alone = evaluate(load_trained(tmp_path / "run", ema=ema), say=said.append)
+        assert float(logged[name]) == pytest.approx(alone.loss, rel=2e-6)
 
 
 def test_the_broken_images_of_all_processes_count_together(tmp_path, monkeypatch):
