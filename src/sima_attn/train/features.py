@@ -287,11 +287,11 @@ def extract(
     if not kept.is_dir():
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            _remove_abandoned(folder)
             temporary = Path(tempfile.mkdtemp(dir=folder, prefix=TAKING))
         except OSError as error:
             raise ValueError(f"features cannot be kept in {folder}: {error.strerror}; name another --cache") from None
         try:
+            _remove_abandoned(folder)
             _take(model, source, data, temporary, np.dtype(dtype), batch, torch.device(device), say, on_step)
             os.replace(temporary, kept)  # whole, or not there
         except OSError:
