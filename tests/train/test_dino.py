@@ -689,7 +689,7 @@ def test_other_errors_say_what_to_do(data, tmp_path):
     with pytest.raises(ValueError, match=r"unknown DINO recipe 'digit'.*did you mean 'digits'"):
         named_dino_recipe("digit")
     vit = Model("vit_tiny_patch16_224", kwargs={"img_size": 16, "patch_size": 4, "depth": 1})
-    with pytest.raises(ValueError, match=r"cannot take crops of 8 px.*dynamic_img_size"):
+    with pytest.raises(ValueError, match=r"cannot take images of 8 px.*dynamic_img_size"):
         train(small_dino(data, model=vit), tmp_path / "run")
     alone = small_dino(data, "crops.local_count=0", model=vit)
     assert dino.check_takes_crops(dino.build_backbone(alone), alone) == 192  # no crop of 8 px is made

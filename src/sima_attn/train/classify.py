@@ -69,15 +69,16 @@ def build_model(settings: recipes.Model, num_classes: int) -> nn.Module:
 
 
 @torch.no_grad()
-def check_takes_images(model: nn.Module, size: int, hint: str) -> None:
-    """Raise where a model cannot take images of this side, with what the model says of it."""
+def output_at(model: nn.Module, size: int, hint: str) -> Tensor:
+    """What a model gives for one image of this side; an error with the hint where it cannot take it."""
     training = model.training
     where = next(model.parameters()).device
     try:
-        model.eval()(torch.zeros(1, 3, size, size, device=where))
+        output = model.eval()(torch.zeros(1, 3, size, size, device=where))
     except Exception as error:  # whatever the model says
         raise ValueError(f"{type(model).__name__} cannot take images of {size} px: {error}; {hint}") from error
     model.train(training)
+    return output
 
 
 def _set_drop_path(model: nn.Module, rate: float) -> None:
@@ -105,7 +106,7 @@ class Classification(Task):
         seed_everything(recipe.run.seed)
         self.model = build_model(recipe.model, len(self.classes))
         hint = f"change data.size, or set model.kwargs.img_size={recipe.data.size} if the model has it"
-        check_takes_images(self.model, recipe.data.size, hint)
+        output_at(self.model, recipe.data.size, hint)
         self.mixup = _mixup(recipe, len(self.classes), self.share.piece)
         self.broken, self.broken_val = BrokenImages(self.source, progress.say), BrokenImages(self.val, progress.say)
         self.cache = self.val_cache = None

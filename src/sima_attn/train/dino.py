@@ -24,6 +24,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from sima_attn.models.compiled import compile_blocks
 from sima_attn.ops.eager import without_autocast
 from sima_attn.train import dino_recipes, recipes
+from sima_attn.train.classify import output_at
 from sima_attn.train.crops import CropBatch, CropImage, split_views
 from sima_attn.train.data import open_data
 from sima_attn.train.data.cache import Decoded, decode_once, normalise
@@ -180,27 +181,19 @@ def move_teacher(teacher: list[Tensor], student: list[Tensor], momentum: float) 
     torch._foreach_lerp_(teacher, student, 1 - momentum)
 
 
-@torch.no_grad()
 def check_takes_crops(model: nn.Module, recipe: DinoRecipe) -> int:
     """Channels of the features, the same at every size of crop, or an error that says which size is wrong."""
     width = 0
-    model.eval()
     sizes = [recipe.data.size, *([recipe.crops.local_size] if recipe.crops.local_count else [])]
     for size in dict.fromkeys(sizes):
-        try:
-            features = model(torch.zeros(1, 3, size, size))
-        except Exception as error:  # whatever the model says: crops of this size cannot be used
-            raise ValueError(
-                f"{recipe.model.name} cannot take crops of {size} px: {error} (timm's ViTs need "
-                "model.kwargs.dynamic_img_size=true; crops.local_size is the side of the local ones)"
-            ) from error
+        hint = "timm's ViTs need model.kwargs.dynamic_img_size=true; crops.local_size is the side of the local crops"
+        features = output_at(model, size, hint)
         if features.dim() != 2:
             raise ValueError(
                 f"{recipe.model.name} gives features of shape {tuple(features.shape)}, DINO needs one vector an image; "
                 "set model.kwargs.global_pool"
             )
         width = features.shape[1]
-    model.train()
     return width
 
 

@@ -160,11 +160,9 @@ def fit(
 
     Args:
         about: Plain values kept in every checkpoint, such as the recipe and the class names.
-        on_ready: Called when optimiser and schedule are built, before the first file is written.
+        on_ready: Called when all is built and the checkpoint, if there is one, is loaded, before a file is written.
     """
-    loop = _Loop(task, settings, folder, fabric, progress, dict(about or {}))
-    on_ready()
-    return loop.run_to_the_end()
+    return _Loop(task, settings, folder, fabric, progress, dict(about or {})).run_to_the_end(on_ready)
 
 
 class StepRates:
@@ -304,12 +302,13 @@ class _Loop:
             save_checkpoint(self.folder.checkpoints, self.step, self.state())
         self.saved_at = time.monotonic()
 
-    def run_to_the_end(self) -> Finished:
+    def run_to_the_end(self, on_ready: Callable[[], None]) -> Finished:
         state = load_newest(self.folder.checkpoints, self.progress.say)
         if state is not None:
             self.load(state)
             self.progress.say(f"going on at step {self.step} of {self.total}")
         self.fabric.barrier()
+        on_ready()
         if state is None:
             self.save()  # so that there is a checkpoint from before whatever goes wrong
         first = self.fabric.is_global_zero

@@ -24,7 +24,7 @@ from sima_attn.models.pretrained import weights_file
 from sima_attn.nn.token_ref import trained_at
 from sima_attn.train import recipes
 from sima_attn.train.checkpoint import checkpoints, load_checkpoint
-from sima_attn.train.classify import build_model, check_takes_images
+from sima_attn.train.classify import build_model, output_at
 from sima_attn.train.data import Source, open_data
 from sima_attn.train.data.loader import Batch, BrokenImages, evaluation_batches
 from sima_attn.train.data.sources import few_of
@@ -231,7 +231,7 @@ def evaluate(
         settings = replace(settings, workers=workers)
     model = loaded.model.to(device).eval()
     _check_classes(loaded, source, model)
-    check_takes_images(model, settings.size, "give another --size")
+    output_at(model, settings.size, "give another --size")
     broken = BrokenImages(source, say)
     batches = evaluation_batches(source, settings, batch, device=torch.device(device), broken=broken)
     with trained_at(model, loaded.data.size) if token_ref else nullcontext():
