@@ -57,6 +57,19 @@ def test_padding_is_exact_in_self_attention(as_float):
     assert (weights[:, :, 4:] == 0).all()
 
 
+def test_weights_are_finite_where_the_output_is():
+    module = SimMultiheadAttention(12, 3, batch_first=True).half()
+    zeros = torch.zeros(1, 4, 12, dtype=torch.float16)
+    out, weights = module(zeros, zeros, zeros)
+    assert torch.isfinite(out).all()
+    assert (weights == 0).all()
+    x = torch.randn(1, 6, 12, dtype=torch.float16)
+    x[:, 4:] = torch.nan
+    out, weights = module(x, x, x, key_padding_mask=torch.arange(6)[None] >= 4)
+    assert torch.isfinite(out[:, :4]).all()
+    assert torch.isfinite(weights).all()
+
+
 def test_padded_keys_are_masked_in_cross_attention():
     module = SimMultiheadAttention(12, 3, batch_first=True).double()
     x, y = torch.randn(1, 5, 12, dtype=torch.float64), torch.randn(1, 7, 12, dtype=torch.float64)

@@ -1,59 +1,83 @@
 """Compile kernels for Hopper, without a GPU: prints {name: [products left running at each wait]} as JSON.
 
-A program of its own, because in the tests' own process the kernels are interpreted.
+A program of its own, because in the tests' own process the kernels are interpreted. Every kernel is compiled for packed
+inputs without masks and for separate ones with masks, so that neither way depends on a GPU to be compiled at all.
 """
 
 import json
 import re
 import sys
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sima_attn.ops import triton_kernels as kernels
-from sima_attn.ops.triton_op import padded
-from sima_attn.ops.triton_tuning import Problem, candidates
+from sima_attn.ops import triton_launchers, triton_tiles
+from sima_attn.ops.triton_launch import Options, backward, forward, packed, unpacked
 
-MASKS_AND_GAIN = {"QUERY_MASKED": False, "KEY_MASKED": False, "GAIN_BY_IMAGE": False}
+POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.uint8: "*u8"}
+HOPPER = {"multiprocessors": 132, "shared_memory": 232448}
 
 
-def intermediate_code(name: str, D: int, dtype: str, tokens: int, **constants) -> str:
-    """What Triton makes of a kernel before it becomes PTX, with the tile that an H200 takes."""
-    kernel, width = getattr(kernels, name), padded(D)
-    tile = candidates(name, Problem(tokens, 256, width, 2, False))[0]
-    columns = width if name == "forward_head" else min(width, tile.columns)
-    constants |= {"D": D, "DV": D, "BLOCK_D": width, "BLOCK_V": columns, "BLOCK_N": tile.rows, "STAGES": tile.stages}
-    constants |= {"SUM_ROWS": 16, "PRECISION": "bf16" if dtype == "bf16" else "tf32"}
-    types, aligned = {}, {}
-    for i, argument in enumerate(kernel.arg_names):
-        if argument in constants:
-            types[argument] = "constexpr"
-        elif argument in ("q", "k", "v", "o", "x", "y", "z") or argument.endswith("mask"):
-            types[argument] = f"*{dtype}"
-        elif argument in ("state", "norms", "gains", "shares", "norm_shares"):
-            types[argument] = "*fp32"
-        else:
-            types[argument] = "fp32" if argument in ("gain", "eps") else "i32"
-        if types[argument].startswith("*") or re.fullmatch(r"[a-z]+_[bhn]", argument):
-            aligned[(i,)] = [["tt.divisibility", 16]]  # 16 bytes at once: without it nothing is fetched ahead
-    values = {(kernel.arg_names.index(constant),): value for constant, value in constants.items()}
-    options = {key: value for key, value in tile.compiler_options().items() if value is not None}
-    source = ASTSource(kernel, types, values, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ttgir"]
+class CompilingLauncher:
+    """Compiles what it is to launch."""
+
+    def __init__(self, found: dict[str, list[int]], case: str) -> None:
+        self.found, self.case = found, case
+
+    def empty(self, *shape, dtype=torch.float32):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def launch(self, kernel, grid, tensors, numbers, tile, **constants):
+        types, aligned = {}, {}
+        for i, (name, value) in enumerate(zip(kernel.arg_names, (*tensors, *numbers), strict=False)):
+            if value is None:
+                types[name], constants[name] = "constexpr", None
+            elif isinstance(value, torch.Tensor):
+                types[name] = POINTERS[value.dtype]
+            else:
+                types[name] = "fp32" if isinstance(value, float) else "i32"
+            if types[name].startswith("*") or (types[name] == "i32" and value % 16 == 0):
+                aligned[(i,)] = [["tt.divisibility", 16]]  # 16 bytes at once: without it nothing is fetched ahead
+        types |= dict.fromkeys(constants, "constexpr")
+        values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+        options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        if tile.registers is not None:
+            options["maxnreg"] = tile.registers
+        source = ASTSource(kernel, {name: types[name] for name in kernel.arg_names}, values, aligned)
+        code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ttgir"]
+        norms = "" if constants.get("NORMS", True) else " without norms"
+        left = [int(count) for count in re.findall(r"warp_group_dot_wait .*?pendings = (\d+)", code)]
+        self.found[f"{kernel.fn.__name__} {self.case}{norms}"] = left
 
 
 def main() -> None:
-    found = {}
-    for D, dtype in ((64, "bf16"), (80, "fp16")):
-        for name, tokens, constants in (
-            ("forward_head", 500, {"WHOLE": False, "KEEP": True, **MASKS_AND_GAIN}),
-            ("outer_products", 4096, {"NORMS": True, "X_MASKED": False, "Z_MASKED": False}),
-            ("outer_products", 4096, {"NORMS": False, "X_MASKED": False, "Z_MASKED": False}),
-        ):
-            code = intermediate_code(name, D, dtype, tokens, **constants)
-            case = f"{name} {D} {dtype}{'' if constants.get('NORMS', True) else ' without norms'}"
-            found[case] = [int(left) for left in re.findall(r"warp_group_dot_wait .*?pendings = (\d+)", code)]
+    for name, value in HOPPER.items():
+        setattr(triton_tiles, name, lambda device, value=value: value)
+    found: dict[str, list[int]] = {}
+    shapes = (
+        (128, 500, 64, torch.bfloat16, "kv"),
+        (8, 4096, 80, torch.float16, "kv"),
+        (1, 1024, 64, torch.float32, "kv"),
+        (1, 196, 64, torch.bfloat16, "kv"),
+        (1, 60, 64, torch.bfloat16, "qk"),
+    )
+    for B, N, D, dtype, order in shapes:
+        case = f"{B}x{N}x{D} {dtype}"
+        qkv = torch.empty(B, N, 3, 6, D, dtype=dtype, device="meta")
+        do = torch.empty(B, N, 6, D, dtype=dtype, device="meta")
+        mask = torch.empty(B, N, dtype=torch.uint8, device="meta")
+        gains = torch.empty(B, device="meta")
+        ways = {
+            "packed": (packed(qkv), Options(None, None, None, 1.0, 1e-12)),
+            "masked": (unpacked(*qkv.permute(2, 0, 3, 1, 4).unbind(0)), Options(mask, mask, gains, 1.0, 1e-12)),
+        }
+        for way, (inputs, options) in ways.items():
+            launcher = CompilingLauncher(found, f"{case} {way}")
+            _, state = forward(launcher, inputs, options, order=order, keep=True)
+            backward(launcher, inputs, do, state, options, order=order, is_packed=way == "packed")
+    assert triton_launchers.INTERPRETED is False
     json.dump(found, sys.stdout)
 
 

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch._inductor.utils import run_and_get_code
 
 from closeness import assert_as_accurate, assert_close
 from sima_attn.nn import ATTENTIONS, create_attention
-from sima_attn.ops import api, sima_attention, sima_reference
+from sima_attn.ops import api, sima_attention, sima_attention_qkv, sima_reference
 from sima_attn.ops.reference import algorithm_1
 
 pytestmark = [
@@ -55,7 +56,8 @@ def test_compiled_inference_folds_the_projection_in_and_gives_the_same(monkeypat
     x = torch.randn(2, 1024, 192, device="cuda")
     with torch.inference_mode(), torch.autocast("cuda", torch.bfloat16):
         out, code = run_and_get_code(torch.compile(module, fullgraph=True), x)
-        assert "sima_attn.state_qkv" in "".join(code)
+        assert "finish_forward" in "".join(code)
+        assert "apply_forward" not in "".join(code)
         assert_close(out, module(x), 2e-2)
 
 
@@ -75,3 +77,43 @@ def test_tensors_on_another_device_than_the_current_one():
         out.sum().backward()
     assert out.device == q.grad.device == q.device
     assert_close(out.float().cpu(), sima_attention(q.float().cpu(), k.float().cpu(), v.float().cpu()), bound=1e-2)
+
+
+def test_inductor_launches_the_kernels_itself():
+    """An opaque operator would be called from Python: slower, and nothing around it could be fused."""
+    torch._dynamo.reset()
+    qkv = torch.randn(2, 196, 3, 3, 64, device="cuda", dtype=torch.bfloat16)
+    out, code = run_and_get_code(torch.compile(sima_attention_qkv, fullgraph=True), qkv)
+    assert "forward_head" in "".join(code)
+    assert "torch.ops.sima_attn" not in "".join(code)
+    assert_close(out, sima_attention_qkv(qkv), 1e-6)
+
+
+@pytest.mark.parametrize("N", [100, 1025], ids=["one launch", "two launches"])
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
+def test_every_mode_of_torch_compile_gives_what_eager_gives(mode, N):
+    torch._dynamo.reset()
+    module = create_attention("sima", 128, 2).cuda()
+    x = torch.randn(2, N, 128, device="cuda")
+
+    def gradients(f):
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = f(x).float().square().sum()
+        return [loss.detach().clone(), *(g.clone() for g in torch.autograd.grad(loss, list(module.parameters())))]
+
+    compiled = torch.compile(module, fullgraph=True, mode=mode)
+    expected = gradients(module)
+    for _ in range(3):  # the third call replays what "reduce-overhead" has recorded
+        torch.compiler.cudagraph_mark_step_begin()
+        for ours, theirs in zip(gradients(compiled), expected, strict=True):
+            assert_close(ours, theirs, 3e-2)
+
+
+def test_image_sizes_of_one_class_share_a_compiled_program():
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+    compiled = torch.compile(sima_attention_qkv, fullgraph=True, dynamic=True, backend=counter)
+    for N in (1100, 1300, 1444, 1601, 1800, 1999):
+        qkv = torch.randn(1, N, 3, 3, 64, device="cuda", dtype=torch.bfloat16)
+        assert_close(compiled(qkv), sima_attention_qkv(qkv), 1e-6)
+    assert counter.frame_count <= 2

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sima_attn._errors import unknown_name
+from sima_attn.nn.leaf_module import LeafModule
 from sima_attn.ops.api import (
     check_mask,
     check_options,
@@ -24,10 +25,9 @@ from sima_attn.ops.api import (
 from sima_attn.ops.cost import AttentionShape, Cost, sima_cost
 from sima_attn.ops.eager import NORMS, compute_dtype, sima_eager, without_autocast
 from sima_attn.ops.reference import sima_matrix_reference
-from sima_attn.ops.triton_op import sima_projected
 
 
-class Attention(nn.Module, ABC):
+class Attention(LeafModule, ABC):
     """Self-attention qkv -> core(q, k, v) -> proj, on tokens [B, N, C].
 
     A subclass gives `core`, the `matrix` it stands for, and its `cost`; that and one line in the registry
@@ -89,7 +89,8 @@ class Attention(nn.Module, ABC):
     def project(self, x: Tensor) -> Tensor:
         """Tokens [B, N, C] -> packed q, k, v [B, N, 3, H, D], or [B, N, 2, H, D] where one serves as q and k."""
         check_tokens(x, self.attn_dim)
-        return self.qkv(x).unflatten(-1, (-1, self.num_heads, self.head_dim))
+        B, N, _ = x.shape
+        return self.qkv(x).view(B, N, 2 if self.ties_qk else 3, self.num_heads, self.head_dim)
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens [B, N, C] -> q, k, v [B, H, N, D], views of one packed tensor."""
@@ -102,8 +103,11 @@ class Attention(nn.Module, ABC):
 
     def join(self, o: Tensor) -> Tensor:
         """Heads [B, H, N, D] -> tokens [B, N, C]."""
-        x = o.transpose(1, 2).flatten(2)  # [B, N, C]
-        return self.proj_drop(self.proj(self.norm(x)))
+        return self.project_out(o.transpose(1, 2))
+
+    def project_out(self, o: Tensor) -> Tensor:
+        """[B, N, H, D] -> tokens [B, N, C]."""
+        return self.proj_drop(self.proj(self.norm(o.flatten(2))))
 
     @abstractmethod
     def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -212,12 +216,15 @@ class SimAttention(Attention):
         self.refuse_pair_masks(attn_mask, is_causal)
         if self.can_stay_packed:
             qkv = self.project(x)  # [B, N, 3, H, D]
-            options: dict[str, Any] = {"order": self.order, "token_ref": self.token_ref, "eps": self.eps}
-            if token_mask is None and self.projection_is_plain and folds_projection(qkv, order=self.order):
+            if token_mask is None and folds_projection(qkv, order=self.order) and self.projection_is_plain:
+                from sima_attn.ops.triton_op import sima_projected
+
                 x = sima_projected(qkv, self.proj.weight, self.proj.bias, token_ref=self.token_ref, eps=self.eps)
                 return self.proj_drop(x)  # [B, N, C]
-            o = sima_attention_qkv(qkv, token_mask=token_mask, **options)  # [B, N, H, D]
-            return self.join(o.transpose(1, 2))
+            o = sima_attention_qkv(
+                qkv, token_mask=token_mask, order=self.order, token_ref=self.token_ref, eps=self.eps
+            )  # [B, N, H, D]
+            return self.project_out(o)
         q, k, v = self.split(x)  # [B, H, N, D] each
         if token_mask is not None:
             check_mask("token_mask", token_mask, q)
@@ -226,8 +233,8 @@ class SimAttention(Attention):
     @property
     def can_stay_packed(self) -> bool:
         """True where nothing happens to q and k between the projection and the attention."""
-        plain = isinstance(self.q_norm, nn.Identity) and isinstance(self.k_norm, nn.Identity)
-        return plain and self.norm_over_tokens == "l1"
+        is_l1 = self.norm_over_tokens == "l1"
+        return is_l1 and isinstance(self.q_norm, nn.Identity) and isinstance(self.k_norm, nn.Identity)
 
     @property
     def projection_is_plain(self) -> bool:

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from sima_attn.nn.attention import check_tokens, split_heads
+from sima_attn.nn.leaf_module import LeafModule
 from sima_attn.ops.api import check_eps, check_qkv, check_token_ref
 from sima_attn.ops.cost import AttentionShape, Cost
-from sima_attn.ops.eager import compute_dtype, folded_scale, token_gain, without_autocast
+from sima_attn.ops.eager import compute_dtype, inverse_norm, token_gain, without_autocast
 
 
-class SimClassAttention(nn.Module):
+class SimClassAttention(LeafModule):
     """SimA class attention: tokens [B, N, C] -> class token [B, 1, C].
 
         o = (q_0 diag(s)) K^T V,    s_c = 1 / (|Q^c|_1 |K^c|_1)
@@ -66,10 +67,10 @@ class SimClassAttention(nn.Module):
         dtype, work = q.dtype, compute_dtype(q.dtype)
         q, k, v = q.to(work), k.to(work), v.to(work)
         with without_autocast(q):
-            s = folded_scale(q, k, eps=self.eps)  # [B, H, D]
+            s_q, s_k = inverse_norm(q, eps=self.eps), inverse_norm(k, eps=self.eps)  # [B, H, D] each
             if self.token_ref is not None:
-                s = s * token_gain(q, None, self.token_ref)
-            row = (q[:, :, :1] * s[:, :, None]) @ k.mT  # [B, H, 1, N]
+                s_q = s_q * token_gain(q, None, self.token_ref)
+            row = (q[:, :, :1] * s_q[:, :, None] * s_k[:, :, None]) @ k.mT  # [B, H, 1, N]
             return (self.attn_drop(row) @ v).to(dtype)
 
     def cost(self, shape: AttentionShape) -> Cost:

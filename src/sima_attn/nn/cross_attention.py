@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from sima_attn.nn.attention import check_tokens, split_heads
+from sima_attn.nn.leaf_module import LeafModule
 from sima_attn.ops.api import check_options, sima_attention
 
 
-class SimCrossAttention(nn.Module):
+class SimCrossAttention(LeafModule):
     """SimA cross attention: tokens [B, N, C] and context [B, M, context_dim] -> tokens [B, N, C].
 
     |Q|_1 runs over the N query tokens, |K|_1 over the M context tokens. The output of one query thus

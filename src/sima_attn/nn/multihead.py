@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sima_attn.nn.attention import split_heads
+from sima_attn.nn.leaf_module import LeafModule
 from sima_attn.ops.api import check_options, sima_attention
 from sima_attn.ops.reference import sima_matrix_reference
 
 
-class SimMultiheadAttention(nn.Module):
+class SimMultiheadAttention(LeafModule):
     """SimA with the constructor, state dict and call of `torch.nn.MultiheadAttention`.
 
     `key_padding_mask` is exact: in self-attention (query and key the same tensor) it leaves the padding

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from sima_attn._errors import unknown_name
 from sima_attn.ops.cost import resolve_order
-from sima_attn.ops.eager import sima_eager
-from sima_attn.ops.triton_op import is_better_packed, order_on_gpu, sima_triton, sima_triton_qkv, why_not
+from sima_attn.ops.eager import sima_eager, sima_eager_qkv, trains_packed
+from sima_attn.ops.triton_support import INTERPRETED, describe, is_plain_call, unsupported_reason
+from sima_attn.ops.triton_tiles import order_on_gpu
 
 ORDERS = ("auto", "kv", "qk")
-BACKENDS = {"eager": sima_eager, "triton": sima_triton}
+BACKENDS = ("auto", "eager", "triton")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # s = 1 / (|Q|_1 |K|_1) must stay finite in float32 when both norms are eps.
 SMALLEST_EPS = 1e-18
@@ -52,12 +53,16 @@ def watched_plans(watch: Callable[[Plan], object]) -> Iterator[None]:
 def plan(q: Tensor, k: Tensor, v: Tensor, *, order: str = "auto", backend: str = "auto") -> Plan:
     """The plan `sima_attention` follows for these tensors and settings. A named backend is never replaced."""
     check_order(order)
-    if backend != "auto" and backend not in BACKENDS:
-        raise unknown_name("backend", backend, ["auto", *BACKENDS])
+    if backend not in BACKENDS:
+        raise unknown_name("backend", backend, BACKENDS)
     if backend == "auto":
-        backend = "triton" if q.is_cuda and not _is_exporting() and why_not(q, k, v) is None else "eager"
-    elif backend == "triton" and (reason := why_not(q, k, v)) is not None:
-        raise ValueError(f"backend 'triton' cannot take this: {reason}; backend='auto' falls back to plain torch")
+        # An exported program is portable: it may be run without this package, or become an ONNX file.
+        use_kernels = q.is_cuda and not _is_exporting() and unsupported_reason(q, k, v, order) is None
+        backend = "triton" if use_kernels else "eager"
+    elif backend == "triton" and (reason := unsupported_reason(q, k, v, order)) is not None:
+        raise ValueError(
+            f"backend 'triton' does not support this call: {reason}; backend='auto' falls back to plain torch"
+        )
     N, M, D, Dv = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
     if order == "auto" and backend == "triton":
         order = order_on_gpu(N, M, D, Dv, q.element_size())
@@ -118,6 +123,9 @@ def sima_attention(
         backend: "eager" is plain torch on any device, "triton" the fused kernels for CUDA; "auto" takes the kernels
             where they can run, see `plan`. A named backend runs or raises.
     """
+    key = _call_key((q, k, v, key_mask, query_mask), (order, token_ref, eps, backend))
+    if key is not None and (call := _prepared.get(key)) is not None:
+        return call(q, k, v, query_mask=query_mask, key_mask=key_mask).transpose(1, 2)
     check_qkv(q, k, v)
     if key_mask is not None:
         check_mask("key_mask", key_mask, k)
@@ -126,9 +134,36 @@ def sima_attention(
     check_token_ref(token_ref)
     check_eps(eps)
     chosen = plan(q, k, v, order=order, backend=backend)
-    return BACKENDS[chosen.backend](
-        q, k, v, order=chosen.order, key_mask=key_mask, query_mask=query_mask, token_ref=token_ref, eps=eps
-    )
+    if chosen.backend == "eager":
+        return sima_eager(
+            q, k, v, order=chosen.order, key_mask=key_mask, query_mask=query_mask, token_ref=token_ref, eps=eps
+        )
+    call = _triton_call(key, chosen.order, token_ref, eps)
+    return call(q, k, v, query_mask=query_mask, key_mask=key_mask).transpose(1, 2)
+
+
+# Calls that need no checks: everything the checks look at is in the key, and everything that happens is recorded.
+_prepared: dict[tuple, Callable[..., Tensor]] = {}
+MOST_PREPARED = 1024
+
+
+def _call_key(tensors: tuple[Tensor | None, ...], options: tuple) -> tuple | None:
+    """The key of a call that the kernels may take as it is; None where a compiler, for example, looks at it."""
+    if not is_plain_call(*tensors) or not (INTERPRETED or getattr(tensors[0], "is_cuda", False)):
+        return None
+    return (*map(describe, tensors), *options)
+
+
+def _triton_call(key: tuple | None, order: str, token_ref: float | None, eps: float) -> Callable[..., Tensor]:
+    """What runs the kernels for q, k and v, or for packed qkv; remembered where there is a key."""
+    from sima_attn.ops.triton_op import OperatorCall, PreparedCall
+
+    if key is None:
+        return OperatorCall(order, token_ref, eps)
+    if len(_prepared) >= MOST_PREPARED:
+        _prepared.clear()
+    call = _prepared[key] = PreparedCall(order, token_ref, eps)
+    return call
 
 
 def sima_attention_qkv(
@@ -144,6 +179,9 @@ def sima_attention_qkv(
 
     `token_mask` [B, N] is True for real tokens; the other arguments are those of `sima_attention`.
     """
+    key = _call_key((qkv, token_mask), (order, token_ref, eps, backend))
+    if key is not None and (call := _prepared.get(key)) is not None:
+        return call(qkv, query_mask=token_mask, key_mask=token_mask)
     if not isinstance(qkv, Tensor) or qkv.dim() != 5 or qkv.shape[2] != 3:
         given = tuple(qkv.shape) if isinstance(qkv, Tensor) else type(qkv).__name__
         raise ValueError(f"qkv must be a tensor [batch, tokens, 3, heads, channels], got {given}")
@@ -154,11 +192,14 @@ def sima_attention_qkv(
     check_token_ref(token_ref)
     check_eps(eps)
     chosen = plan(q, k, v, order=order, backend=backend)
-    if chosen.backend == "triton" and is_better_packed(qkv):
-        return sima_triton_qkv(qkv, order=chosen.order, token_mask=token_mask, token_ref=token_ref, eps=eps)
-    run = BACKENDS[chosen.backend]
-    o = run(q, k, v, order=chosen.order, key_mask=token_mask, query_mask=token_mask, token_ref=token_ref, eps=eps)
-    return o.transpose(1, 2)
+    if chosen.backend == "eager":
+        if trains_packed(q, k, v):
+            return sima_eager_qkv(qkv, order=chosen.order, token_mask=token_mask, token_ref=token_ref, eps=eps)
+        o = sima_eager(
+            q, k, v, order=chosen.order, key_mask=token_mask, query_mask=token_mask, token_ref=token_ref, eps=eps
+        )
+        return o.transpose(1, 2)
+    return _triton_call(key, chosen.order, token_ref, eps)(qkv, query_mask=token_mask, key_mask=token_mask)
 
 
 def folds_projection(qkv: Tensor, *, order: str = "auto") -> bool:
@@ -167,10 +208,11 @@ def folds_projection(qkv: Tensor, *, order: str = "auto") -> bool:
     That is in compiled inference with many tokens on a CUDA device. Called from Python, the sum with the bias would
     be a pass of its own, which takes what is saved; float16 does not reach down to 1 / N^2.
     """
+    if not torch.compiler.is_compiling():
+        return False
     B, N, _, H, D = qkv.shape
     return (
-        torch.compiler.is_compiling()
-        and not torch.is_grad_enabled()
+        not torch.is_grad_enabled()
         and qkv.dtype != torch.float16
         and B * N * H * D >= PROJECTED_NUMBERS
         and N >= PROJECTED_TOKENS * D

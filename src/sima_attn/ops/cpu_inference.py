@@ -1,102 +1,157 @@
-"""SimA on the CPU without autograd: the folded equation, one image after the other.
+"""SimA on the CPU, forward: the folded equation, one image after the other. The backward is in cpu_training.py.
 
 torch.matmul copies head views of a packed qkv tensor when B > 1. torch.bmm on one image reads them in
 place, and q and k of one image stay in the cache between their norm and their product: together worth a
 factor of two. docs/cpu-speed.md has the measurements behind every choice here.
 
-Shapes: B batch, H heads, N query tokens, M key tokens, D channels a head, Dv value channels a head.
+Shapes: B batch, H heads, N query tokens, M key tokens, D channels per head, Dv value channels per head.
 """
+
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack
 from torch.autograd import forward_ad
 
 # Numbers of |q| or |k| that are written down at once: 4 MiB in float32, whatever the token count.
 TILE_NUMBERS = 2**20
+# With fewer numbers of q or v per image, starting the operations costs more than the copies that they save.
+LEAST_NUMBERS = 2**13
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
-def is_plain_cpu_inference(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """True where nothing watches the computation: no autograd of any kind, no tracing, no tensor subclass."""
+def runs_by_image(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """True where SimA is computed one image after the other: plain calls on the CPU, images that are not tiny."""
+    return is_plain_cpu_call(q, k, v) and max(q.shape[1:].numel(), v.shape[1:].numel()) >= LEAST_NUMBERS
+
+
+def is_plain_cpu_call(*tensors: Tensor) -> bool:
+    """True where at most plain autograd watches: no tracing, no function transform, no tensor subclass.
+
+    torch.func (grad, jvp, vmap), gradients by the batch, forward-mode AD and jit tracing cannot follow writes into
+    `out=`.
+    """
     return not (
         torch.compiler.is_compiling()
-        or not q.is_cpu
-        or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
-        or not (type(q) in PLAIN_TYPES and type(k) in PLAIN_TYPES and type(v) in PLAIN_TYPES)
-        # torch.func (grad, jvp, vmap), forward-mode AD and jit tracing cannot follow writes into `out=`.
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        or any(not t.is_cpu or type(t) not in PLAIN_TYPES or is_legacy_batchedtensor(t) for t in tensors)
+        or peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
         or torch.jit.is_tracing()
     )
 
 
+def needs_grad(*tensors: Tensor) -> bool:
+    """True where autograd records what happens to these tensors."""
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+class ImageState(NamedTuple):
+    """What the backward of one image needs besides its q, k and v."""
+
+    norm_q: Tensor  # |Q|_1 [H, 1, D], before eps
+    norm_k: Tensor
+    inner: Tensor  # diag(s) K^T V [H, D, Dv] in "kv" order, Q diag(s) K^T [H, N, M] in "qk" order
+
+
 def folded_by_image(
-    q: Tensor, k: Tensor, v: Tensor, *, order: str, eps: float, gain: float | Tensor | None, work: torch.dtype
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    order: str,
+    eps: float,
+    gain: float | Tensor | None,
+    work: torch.dtype,
+    states: list[ImageState] | None = None,
 ) -> Tensor:
     """O [B, H, N, Dv], lying in memory as [B, N, H, Dv]: the projection after it reads it without a copy.
 
     `gain` multiplies s: a number, or one for each image [B, 1, 1]. Sums and products run in dtype `work`.
+    The state of each image is appended to `states`.
     """
     (B, H, N, D), tokens = q.shape, max(q.shape[2], k.shape[2])
     out = q.new_empty(B, N, H, v.shape[3]).transpose(1, 2)  # [B, H, N, Dv]
     room = tokens if order == "qk" else min(tokens, max(1, TILE_NUMBERS // (H * D)))
     scratch = q.new_empty(H, room, D, dtype=work)
-    operands = _kv_operands if order == "kv" else _qk_operands
-    # Only a dense result is computed by several threads; without them writing in place saves a copy.
-    in_place = q.dtype == work and torch.get_num_threads() == 1
-
-    for b in range(B):
-        q_b, k_b, v_b = q[b], k[b], v[b]  # [H, N, D], [H, M, D], [H, M, Dv]
-        if q.dtype != work:
-            q_b, k_b, v_b = q_b.to(work), k_b.to(work), v_b.to(work)
-        left, right = operands(q_b, k_b, v_b, scratch, eps, gain[b] if isinstance(gain, Tensor) else gain)
-        if in_place:
-            torch.bmm(left, right, out=out[b])
-        else:
-            out[b].copy_(torch.bmm(left, right))
+    attend = _attend_kv if order == "kv" else _attend_qk
+    for b, (q_b, k_b, v_b) in enumerate(images_in(work, q, k, v)):
+        left, right, state = attend(q_b, k_b, v_b, scratch, eps, gain_of_image(gain, b))
+        multiply_into(out[b], left, right)
+        if states is not None:
+            states.append(state)
     return out
 
 
-def _kv_operands(
+def _attend_kv(
     q: Tensor, k: Tensor, v: Tensor, scratch: Tensor, eps: float, gain: float | Tensor | None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, ImageState]:
     """Q [H, N, D] and diag(s) K^T V [H, D, Dv], whose product is O."""
-    norms = _l1_in_scratch(q, scratch).clamp_min_(eps)  # [H, D]
+    norm_q = _l1_in_scratch(q, scratch)
     if k.shape[1] == scratch.shape[1] and k.stride(1) * k.element_size() % 2048 == 0:
         # Rows that lie a multiple of 2 KiB apart compete for the same few sets of the cache: then K^T V is
         # 10 % sooner from a dense copy (in packed qkv of C = 512 or 1024, say).
         kv = torch.bmm(scratch.copy_(k).mT, v)  # [H, D, Dv]
-        norms.mul_(scratch.abs_().sum(1).clamp_min_(eps))
+        norm_k = scratch.abs_().sum(1, keepdim=True)
     else:
         kv = torch.bmm(k.mT, v)
-        norms.mul_(_l1_in_scratch(k, scratch).clamp_min_(eps))
-    if gain is not None:
-        norms /= gain
-    return q, kv.div_(norms.unsqueeze(2))
+        norm_k = _l1_in_scratch(k, scratch)
+    s_q, s_k = scales(norm_q, norm_k, eps, gain)
+    multiply_by_s(kv, s_q.mT, s_k.mT, out=kv)
+    return q, kv, ImageState(norm_q, norm_k, kv)
 
 
-def _qk_operands(
+def _attend_qk(
     q: Tensor, k: Tensor, v: Tensor, scratch: Tensor, eps: float, gain: float | Tensor | None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, ImageState]:
     """Q diag(s) K^T [H, N, M] and V [H, M, Dv], whose product is O."""
-    norms = _l1_in_scratch(q, scratch).clamp_min_(eps)  # [H, D]
-    norms.mul_(_l1_in_scratch(k, scratch).clamp_min_(eps))
-    if gain is not None:
-        norms /= gain
-    qs = torch.mul(q, norms.reciprocal_().unsqueeze(1), out=_room(scratch, q))  # [H, N, D]
-    # (K (Q s)^T)^T instead of (Q s) K^T: the same products, 7 % sooner with MKL at N = 64, D = 256.
-    return torch.bmm(k, qs.mT).mT, v
+    norm_q, norm_k = _l1_in_scratch(q, scratch), _l1_in_scratch(k, scratch)
+    qs = multiply_by_s(q, *scales(norm_q, norm_k, eps, gain), out=first_tokens(scratch, q))  # [H, N, D]
+    qk = torch.bmm(qs, k.mT)
+    return qk, v, ImageState(norm_q, norm_k, qk)
 
 
 def _l1_in_scratch(x: Tensor, scratch: Tensor) -> Tensor:
-    """|x|_1 over the tokens of x [H, N, D] -> [H, D], as many tokens at a time as the scratch has room for."""
+    """|x|_1 over the tokens of x [H, N, D] -> [H, 1, D], as many tokens at a time as the scratch has room for."""
     if x.shape[1] <= scratch.shape[1]:
-        return torch.abs(x, out=_room(scratch, x)).sum(1)
-    norm = x.new_zeros(x.shape[0], x.shape[2])
+        return torch.abs(x, out=first_tokens(scratch, x)).sum(1, keepdim=True)
+    norm = x.new_zeros(x.shape[0], 1, x.shape[2])
     for tile in x.split(scratch.shape[1], dim=1):
-        norm += torch.abs(tile, out=_room(scratch, tile)).sum(1)
+        norm += torch.abs(tile, out=first_tokens(scratch, tile)).sum(1, keepdim=True)
     return norm
 
 
-def _room(scratch: Tensor, x: Tensor) -> Tensor:
+def images_in(work: torch.dtype, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The tensors of one image after the other, in dtype `work`."""
+    for image in zip(*(t.unbind(0) for t in tensors), strict=True):
+        yield image if tensors[0].dtype == work else tuple(t.to(work) for t in image)
+
+
+def gain_of_image(gain: float | Tensor | None, b: int) -> float | Tensor | None:
+    return gain[b] if isinstance(gain, Tensor) else gain
+
+
+def scales(norm_q: Tensor, norm_k: Tensor, eps: float, gain: float | Tensor | None) -> tuple[Tensor, Tensor]:
+    """The two factors of s: gain / |Q|_1 and 1 / |K|_1, each norm at least eps."""
+    s_q, s_k = norm_q.clamp_min(eps).reciprocal_(), norm_k.clamp_min(eps).reciprocal_()
+    return (s_q if gain is None else s_q.mul_(gain)), s_k
+
+
+def multiply_by_s(x: Tensor, s_q: Tensor, s_k: Tensor, *, out: Tensor) -> Tensor:
+    """out = s x. One factor after the other: their product underflows float32 where q and k are near 1e18."""
+    return torch.mul(x, s_q, out=out).mul_(s_k)
+
+
+def multiply_into(out: Tensor, left: Tensor, right: Tensor) -> None:
+    """out = left right, for a strided `out` of any float type."""
+    # Only a dense result is computed by several threads; without them writing in place saves a copy.
+    if out.dtype == left.dtype and torch.get_num_threads() == 1:
+        torch.bmm(left, right, out=out)
+    else:
+        out.copy_(torch.bmm(left, right))
+
+
+def first_tokens(scratch: Tensor, x: Tensor) -> Tensor:
+    """The part of the scratch [H, tokens, D] that has as many tokens as x [H, N, D]."""
     return scratch if x.shape[1] == scratch.shape[1] else scratch[:, : x.shape[1]]

@@ -1,21 +1,23 @@
 """SimA in plain torch: any device, any float type, autograd, torch.compile.
 
-Both l1 norms are per channel, so they fold into one vector s of D numbers a head:
+Both l1 norms are per channel, so they fold into one vector s of D numbers per head:
 
     s_c = 1 / (|Q^c|_1 |K^c|_1)               O = Q diag(s) K^T V
 
 `folded_attention` is that equation. No normalised copy of Q or K is ever made, and in "kv" order no
-N x M matrix either. Inference on the CPU has a form of its own, in cpu_inference.py.
+N x M matrix either. Plain calls on the CPU have a form of their own, in cpu_inference.py and cpu_training.py.
 
-Shapes: B batch, H heads, N query tokens, M key tokens, D channels a head, Dv value channels a head.
+Shapes: B batch, H heads, N query tokens, M key tokens, D channels per head, Dv value channels per head.
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from sima_attn.ops.cpu_inference import folded_by_image, is_plain_cpu_inference
+from sima_attn.ops.cpu_inference import folded_by_image, needs_grad, runs_by_image
+from sima_attn.ops.cpu_training import FoldedAttention, Options
 
 
 def l1_over_tokens(x: Tensor) -> Tensor:
@@ -34,17 +36,20 @@ def ones_over_tokens(x: Tensor) -> Tensor:
 NORMS = {"l1": l1_over_tokens, "l2": l2_over_tokens, "none": ones_over_tokens}
 
 
-def folded_scale(q: Tensor, k: Tensor, *, eps: float = 1e-12, norm: str = "l1") -> Tensor:
-    """s = 1 / (|Q|_1 |K|_1) [..., D], each norm at least eps."""
-    over_tokens = NORMS[norm]
-    return (over_tokens(q).clamp_min(eps) * over_tokens(k).clamp_min(eps)).reciprocal()
+def inverse_norm(x: Tensor, *, eps: float = 1e-12, norm: str = "l1") -> Tensor:
+    """1 / |X|_1 [..., D], the norm at least eps."""
+    return NORMS[norm](x).clamp_min(eps).reciprocal()
 
 
-def folded_attention(q: Tensor, k: Tensor, v: Tensor, s: Tensor, order: str) -> Tensor:
-    """O = Q diag(s) K^T V [..., N, Dv], the product taken from the right ("kv") or the left ("qk")."""
+def folded_attention(q: Tensor, k: Tensor, v: Tensor, s_q: Tensor, s_k: Tensor, order: str) -> Tensor:
+    """O = Q diag(s_q s_k) K^T V [..., N, Dv], the product taken from the right ("kv") or the left ("qk").
+
+    The two factors of s are applied one after the other: their product underflows float32 where q and k are
+    near 1e18.
+    """
     if order == "kv":
-        return q @ (s[..., :, None] * (k.mT @ v))
-    return ((q * s[..., None, :]) @ k.mT) @ v
+        return q @ (s_q[..., :, None] * (s_k[..., :, None] * (k.mT @ v)))
+    return ((q * s_q[..., None, :] * s_k[..., None, :]) @ k.mT) @ v
 
 
 def sima_eager(
@@ -71,15 +76,56 @@ def sima_eager(
     gain = None if token_ref is None else token_gain(q, query_mask, token_ref)
     if key_mask is not None or query_mask is not None:
         q, k, v = drop_padding(q, k, v, key_mask=key_mask, query_mask=query_mask)
-    dtype, work = q.dtype, compute_dtype(q.dtype)
-    if norm == "l1" and is_plain_cpu_inference(q, k, v):
-        return folded_by_image(q, k, v, order=order, eps=eps, gain=gain, work=work)
+    if norm != "l1" or not runs_by_image(q, k, v):
+        return folded_in_one(q, k, v, order=order, eps=eps, gain=gain, norm=norm)
+    if needs_grad(q, k, v):
+        return FoldedAttention.apply(_options(q, order, eps, gain), q, k, v)
+    return folded_by_image(q, k, v, order=order, eps=eps, gain=gain, work=compute_dtype(q.dtype))
 
+
+def trains_packed(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """True where `sima_eager_qkv` takes the packed tensor that q, k and v are views of."""
+    return needs_grad(q, k, v) and runs_by_image(q, k, v)
+
+
+def sima_eager_qkv(
+    qkv: Tensor, *, order: str, token_mask: Tensor | None = None, token_ref: float | None = None, eps: float = 1e-12
+) -> Tensor:
+    """SimA of a packed projection [B, N, 3, H, D] -> [B, N, H, D], in training on the CPU.
+
+    The gradient comes packed; those of q, k and v would have to be copied into one tensor.
+    """
+    q = qkv.select(2, 0).transpose(1, 2)  # [B, H, N, D]
+    gain = None if token_ref is None else token_gain(q, token_mask, token_ref)
+    if token_mask is not None:
+        qkv = qkv.masked_fill(~token_mask[:, :, None, None, None], 0)
+    with without_autocast(qkv):
+        return FoldedAttention.apply(_options(qkv, order, eps, gain), qkv).transpose(1, 2)
+
+
+def _options(x: Tensor, order: str, eps: float, gain: float | Tensor | None) -> Options:
+    differentiable = partial(folded_in_one, order=order, eps=eps, gain=gain)
+    return Options(order, eps, gain, compute_dtype(x.dtype), differentiable)
+
+
+def folded_in_one(
+    q: Tensor, k: Tensor, v: Tensor, *, order: str, eps: float, gain: float | Tensor | None, norm: str = "l1"
+) -> Tensor:
+    """SimA of all images at once, in operations that every transform of torch knows."""
+    dtype, work = q.dtype, compute_dtype(q.dtype)
     q, k, v = q.to(work), k.to(work), v.to(work)
-    s = folded_scale(q, k, eps=eps, norm=norm)  # [B, H, D]
+    s_q, s_k = inverse_norm(q, eps=eps, norm=norm), inverse_norm(k, eps=eps, norm=norm)  # [B, H, D] each
     if gain is not None:
-        s = s * gain
-    return folded_attention(q, k, v, s, order).to(dtype)
+        s_q = s_q * gain
+    return heads_last(folded_attention(q, k, v, s_q, s_k, order).to(dtype))
+
+
+def heads_last(o: Tensor) -> Tensor:
+    """o [B, H, N, Dv], lying in memory as [B, N, H, Dv]: the projection after it reads it without a copy.
+
+    Every backend returns this layout. Exported programs have no layouts, so there it would be a copy for nothing.
+    """
+    return o if torch.compiler._is_exporting_flag else o.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def token_gain(q: Tensor, query_mask: Tensor | None, token_ref: float) -> float | Tensor:
@@ -102,8 +148,9 @@ def drop_padding(
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager:
-    """Autocast off for the device of x; "meta" has none."""
-    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+    """Autocast off for the device of x, where it is on; "meta" has none."""
+    is_off = x.is_meta or not torch.is_autocast_enabled(x.device.type)
+    return nullcontext() if is_off else torch.autocast(x.device.type, enabled=False)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

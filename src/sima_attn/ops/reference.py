@@ -34,19 +34,22 @@ def sima_matrix_reference(
 ) -> Tensor:
     """The attention matrix Q-hat K-hat^T [B, H, N, M]: signed, its entries in [-D, D].
 
-    Padding is removed by its definition: a masked token is zero before the norm is taken.
+    Padding is removed by its definition: a masked token is zero before the norm is taken. Half precision is
+    computed in float32 and rounded once, at the end.
     `token_ref` multiplies by N / token_ref, N being the number of query tokens that are not padding.
     """
     B, _, N, _ = q.shape
     if query_mask is not None:
-        q = q * query_mask[:, None, :, None]
+        q = q.masked_fill(~query_mask[:, None, :, None], 0)
     if key_mask is not None:
-        k = k * key_mask[:, None, :, None]
+        k = k.masked_fill(~key_mask[:, None, :, None], 0)
+    dtype, work = q.dtype, torch.promote_types(q.dtype, torch.float32)  # eps is 0 in float16
+    q, k = q.to(work), k.to(work)
     attention = normalize_tokens(q, norm, eps) @ normalize_tokens(k, norm, eps).mT  # [B, H, N, M]
     if token_ref is not None:
         count = torch.full((B,), N, device=q.device) if query_mask is None else query_mask.sum(-1)
-        attention = attention * (count / token_ref).to(q.dtype)[:, None, None, None]
-    return attention
+        attention = attention * (count / token_ref).to(work)[:, None, None, None]
+    return attention.to(dtype)
 
 
 def sima_reference(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:

@@ -92,11 +92,11 @@ class SimaAccumulator:
         self._check_same_shape("q", q)
         dtype = q.dtype
         q, _, _ = drop_padding(q, q, q, key_mask=None, query_mask=query_mask)
-        s = (self.q_norm.clamp_min(self.eps) * self.k_norm.clamp_min(self.eps)).reciprocal()  # [B, H, D]
+        state = self.kv / self.k_norm.clamp_min(self.eps)[..., None] / self.q_norm.clamp_min(self.eps)[..., None]
         if self.token_ref is not None:
-            s = s * (self.queries.to(s.dtype) / self.token_ref)[:, None, None]
+            state = state * (self.queries.to(state.dtype) / self.token_ref)[:, None, None, None]
         with without_autocast(q):
-            return (q.to(s.dtype) @ (s[..., None] * self.kv)).to(dtype)
+            return (q.to(state.dtype) @ state).to(dtype)
 
     def _check_same_shape(self, name: str, x: Tensor, Dv: int | None = None) -> None:
         B, H, _, D = x.shape

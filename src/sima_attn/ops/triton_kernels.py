@@ -1,21 +1,30 @@
 """The Triton kernels of SimA, forward and backward. What launches them is triton_launch.py.
 
-With the folded scale s = gain / (|Q|_1 |K|_1), one number a channel, everything is sums over tokens and small
-matrices. W [D, Dv] is the whole state of a head:
+With the folded scale s = gain / (|Q|_1 |K|_1), one number per channel, everything is sums over tokens and small
+matrices. W [D, DV] is the whole state of a head:
 
     forward     W = diag(s) K^T V                 O = Q W
     backward    A = Q^T dO                        t = rowsum(A * W)          Z = diag(s) A
                 dQ = dO W^T - sign(Q) t/|Q|_1     dK = V Z^T - sign(K) t/|K|_1     dV = K Z
 
-A head with few tokens is one program that does all of it (`forward_head`, `backward_head`). With many tokens
-every head is split over programs: `outer_products` sums over a share of the tokens, `finish_forward` or
-`finish_backward` adds the shares in a fixed order, `apply_forward` or `apply_backward` makes the outputs.
-`attend` and `attend_backward` take the products in the other order, (Q diag(s) K^T) V.
+A head with few tokens is one program that does all of it (`forward_head`, `backward_head`). With many tokens each
+head is split over programs: `outer_products` sums over a share of the tokens, `apply_forward` or `apply_backward`
+adds the shares and computes the outputs. Where a head has many shares, `finish_forward` or `finish_backward` adds
+them first, so that they are read once. `attend` and `attend_backward` take the products in the other order,
+(Q diag(s) K^T) V, for heads whose tokens fit one tile.
 
-No atomics: the same input gives the same bits. Sums and norms are float32. Tensors are read through their
-strides, only the channels must lie side by side. Masked tokens are never read: not even a NaN gets out.
+No atomics: the same input gives the same bits. Sums and norms are float32. Inputs are read through their strides,
+only the channels must be contiguous; outputs are [batch, tokens, heads, channels] with a stride per token. Masked
+tokens are never read, so not even a NaN among them reaches the output. k and v are None where they lie in one packed
+tensor with q; masks, gains and the state are None where there are none.
 
-Shapes: N query tokens, M key tokens, D channels a head, DV value channels a head; BLOCK_* are powers of two,
+Three buffers share one layout, a row of D * DV + 2 D float32 numbers per head (`matrix_row`):
+
+    shares   K^T V, |Q|_1, |K|_1 of a share of the tokens (backward: A and unused space)
+    state    W, |Q|_1, |K|_1, what the backward needs (without W in the other order)
+    sums     Z, t/|Q|_1, t/|K|_1
+
+Shapes: N query tokens, M key tokens, D channels per head, DV value channels per head; BLOCK_* are powers of two,
 lanes past D or DV are masked. `head` is b * H + h.
 """
 
@@ -26,8 +35,14 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.constexpr_function
-def is_uneven(width, block):
-    return width % block != 0
+def larger(a, b):
+    return max(a, b)
+
+
+@triton.constexpr_function
+def passes_the_end(width, block, covered):
+    """True where blocks of columns that cover `covered` columns reach past `width` ones."""
+    return width % block != 0 or covered > width
 
 
 @triton.jit
@@ -72,27 +87,30 @@ def waited_for(x):
 
 
 @triton.jit
-def real_rows(mask, rows, count, MASKED: tl.constexpr):
-    """True where a row exists and is not padding."""
+def real_rows(mask, b, rows, count):
+    """True where a row of image b exists and is not padding."""
     real = rows < count
-    if MASKED:
-        real = real & (tl.load(mask + rows, mask=real, other=0) != 0)
+    if mask is not None:
+        real = real & (tl.load(mask + b.to(tl.int64) * count + rows, mask=real, other=0) != 0)
     return real
 
 
 @triton.jit
-def load_tile(x, rows, real, stride, columns, WIDTH: tl.constexpr):
-    """x[rows, columns], zero where a row is not real or a column is past WIDTH."""
+def load_tile(x, rows, real, stride, columns, WIDTH: tl.constexpr, COVERED: tl.constexpr = 0):
+    """x[rows, columns], zero where a row is not real or a column is past WIDTH.
+
+    COVERED is the number of columns that the grid covers, where it can be more than WIDTH.
+    """
     wanted = real[:, None]
-    if is_uneven(WIDTH, columns.shape[0]):
+    if passes_the_end(WIDTH, columns.shape[0], COVERED):
         wanted = wanted & (columns < WIDTH)[None, :]
     return tl.load(x + rows[:, None] * stride + columns[None, :], mask=wanted, other=0.0)
 
 
 @triton.jit
-def store_tile(x, value, rows, count, stride, columns, WIDTH: tl.constexpr):
+def store_tile(x, value, rows, count, stride, columns, WIDTH: tl.constexpr, COVERED: tl.constexpr = 0):
     wanted = (rows < count)[:, None]
-    if is_uneven(WIDTH, columns.shape[0]):
+    if passes_the_end(WIDTH, columns.shape[0], COVERED):
         wanted = wanted & (columns < WIDTH)[None, :]
     tl.store(x + rows[:, None] * stride + columns[None, :], value.to(x.dtype.element_ty), mask=wanted)
 
@@ -105,13 +123,24 @@ def partial_l1(x, SUM_ROWS: tl.constexpr):
 
 
 @triton.jit
-def folded_scale(norm_q, norm_k, gain, eps):
-    return gain / (tl.maximum(norm_q, eps) * tl.maximum(norm_k, eps))
+def scaled_rows(x, norm_q, norm_k, gain, eps):
+    """diag(s) x [D, DV] with s = gain / (|Q|_1 |K|_1).
+
+    One norm after the other: their product overflows float32 where q and k are near 1e18.
+    """
+    return x * (gain / tl.maximum(norm_q, eps))[:, None] * (1.0 / tl.maximum(norm_k, eps))[:, None]
 
 
 @triton.jit
-def load_gain(gain, gains, b, GAIN_BY_IMAGE: tl.constexpr):
-    if GAIN_BY_IMAGE:
+def scaled_columns(x, norm_q, norm_k, gain, eps):
+    """x diag(s) [tokens, D], see `scaled_rows`."""
+    return x * (gain / tl.maximum(norm_q, eps))[None, :] * (1.0 / tl.maximum(norm_k, eps))[None, :]
+
+
+@triton.jit
+def load_gain(gain, gains, b):
+    """The factor on the output: one number, or one per image."""
+    if gains is not None:
         gain = tl.load(gains + b)
     return gain
 
@@ -123,9 +152,28 @@ def sign(x):
 
 
 @triton.jit
-def pull_of(t, norm, eps):
-    """What the gradient of x is pulled by through its norm: t / |x|_1, nothing where the norm is held at eps."""
+def norm_gradient(t, norm, eps):
+    """The factor of sign(x) in the gradient of x: t / |x|_1, zero where the norm is clamped to eps."""
     return tl.where(norm >= eps, t / tl.maximum(norm, eps), 0.0)
+
+
+@triton.jit
+def at_head(x, packed, offset, head, H, x_b, x_h):
+    """Pointer to the first token of a head. If x is None, it is in `packed`, `offset` elements from the start."""
+    base = packed if x is None else x
+    return base + offset + (head // H).to(tl.int64) * x_b + (head % H) * x_h
+
+
+@triton.jit
+def output_at_head(x, head, H, tokens, width, x_n):
+    """As `at_head` for an output [B, tokens, ...] with `x_n` numbers per token and heads of `width` numbers."""
+    return x + (head // H).to(tl.int64) * tokens * x_n + (head % H) * width
+
+
+@triton.jit
+def matrix_row(x, row, D: tl.constexpr, DV: tl.constexpr):
+    """Where a row of D * DV + 2 D numbers begins: a matrix [D, DV] and two vectors [D]."""
+    return x + row.to(tl.int64) * (D * DV + 2 * D)
 
 
 @triton.jit
@@ -138,37 +186,56 @@ def inside_matrix(rows, columns, D: tl.constexpr, DV: tl.constexpr):
     return (rows < D)[:, None] & (columns < DV)[None, :]
 
 
-# --- a head in one program -------------------------------------------------------------------------------------
+@triton.jit
+def load_matrix(x, rows, columns, D: tl.constexpr, DV: tl.constexpr):
+    return tl.load(x + matrix_offsets(rows, columns, DV), mask=inside_matrix(rows, columns, D, DV), other=0.0)
+
+
+@triton.jit
+def store_matrix(x, value, rows, columns, D: tl.constexpr, DV: tl.constexpr):
+    tl.store(x + matrix_offsets(rows, columns, DV), value, mask=inside_matrix(rows, columns, D, DV))
+
+
+@triton.jit
+def load_vectors(x, d, D: tl.constexpr, DV: tl.constexpr):
+    """The two vectors behind the matrix; 1 past D, so that norms can be divided by."""
+    first = tl.load(x + D * DV + d, mask=d < D, other=1.0)
+    return first, tl.load(x + D * DV + D + d, mask=d < D, other=1.0)
+
+
+@triton.jit
+def store_vectors(x, first, second, d, D: tl.constexpr, DV: tl.constexpr):
+    tl.store(x + D * DV + d, first, mask=d < D)
+    tl.store(x + D * DV + D + d, second, mask=d < D)
+
+
+# --- one program per head --------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["N", "M", "gain", "eps"])
 def forward_head(
-    q, k, v, o, state, norms, query_mask, key_mask, gains,
-    gain, eps, heads, H, N, M,
-    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n,
+    q, k, v, o, state, query_mask, key_mask, gains,
+    k_offset, v_offset, gain, eps, H, N, M, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_n,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
     SUM_ROWS: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr, KEEP: tl.constexpr,
-    QUERY_MASKED: tl.constexpr, KEY_MASKED: tl.constexpr,
-    GAIN_BY_IMAGE: tl.constexpr, PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """O = Q W of one head. WHOLE: all tokens fit one tile of BLOCK_N, so q is read once and kept."""
     head = tl.program_id(0)
-    b, h = (head // H).to(tl.int64), head % H
+    b = head // H
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     n = tl.arange(0, BLOCK_N)
-    q += b * q_b + h * q_h
-    k += b * k_b + h * k_h
-    v += b * v_b + h * v_h
-    o += b * o_b + h * o_h
-    query_mask += b * N
-    key_mask += b * M
+    k = at_head(k, q, k_offset, head, H, k_b, k_h)
+    v = at_head(v, q, v_offset, head, H, v_b, v_h)
+    q = at_head(q, q, 0, head, H, q_b, q_h)
+    o = output_at_head(o, head, H, N, DV, o_n)
 
     if WHOLE:
         # k and v first, q last: the other order was clearly slower on an H200.
-        real = real_rows(key_mask, n, M, KEY_MASKED)
+        real = real_rows(key_mask, b, n, M)
         k_tile = load_tile(k, n, real, k_n, d, D)
         v_tile = load_tile(v, n, real, v_n, e, DV)
-        q_tile = load_tile(q, n, real_rows(query_mask, n, N, QUERY_MASKED), q_n, d, D)
+        q_tile = load_tile(q, n, real_rows(query_mask, b, n, N), q_n, d, D)
         sum_k, sum_q = partial_l1(k_tile, SUM_ROWS), partial_l1(q_tile, SUM_ROWS)
         kv = raw_product(tl.trans(k_tile), v_tile, PRECISION)  # [BLOCK_D, BLOCK_V]
     else:
@@ -176,62 +243,56 @@ def forward_head(
         sum_q, sum_k = tl.zeros([SUM_ROWS, BLOCK_D], tl.float32), tl.zeros([SUM_ROWS, BLOCK_D], tl.float32)
         for start in tl.range(0, tl.maximum(N, M), BLOCK_N, num_stages=STAGES):
             rows = start + n
-            real = real_rows(key_mask, rows, M, KEY_MASKED)
+            real = real_rows(key_mask, b, rows, M)
             k_tile = load_tile(k, rows, real, k_n, d, D)
             v_tile = load_tile(v, rows, real, v_n, e, DV)
-            q_tile = load_tile(q, rows, real_rows(query_mask, rows, N, QUERY_MASKED), q_n, d, D)
+            q_tile = load_tile(q, rows, real_rows(query_mask, b, rows, N), q_n, d, D)
             kv = waited_for(kv + raw_product(tl.trans(k_tile), v_tile, PRECISION))
             sum_k += partial_l1(k_tile, SUM_ROWS)
             sum_q += partial_l1(q_tile, SUM_ROWS)
     norm_k, norm_q = tl.sum(sum_k, axis=0), tl.sum(sum_q, axis=0)
 
-    s = folded_scale(norm_q, norm_k, load_gain(gain, gains, b, GAIN_BY_IMAGE), eps)
-    w = kv * s[:, None]  # [BLOCK_D, BLOCK_V]
+    w = scaled_rows(kv, norm_q, norm_k, load_gain(gain, gains, b), eps)  # [BLOCK_D, BLOCK_V]
     if KEEP:
-        tl.store(state + head.to(tl.int64) * D * DV + matrix_offsets(d, e, DV), w, mask=inside_matrix(d, e, D, DV))
-        tl.store(norms + head * D + d, norm_q, mask=d < D)
-        tl.store(norms + (heads + head) * D + d, norm_k, mask=d < D)
+        row = matrix_row(state, head, D, DV)
+        store_matrix(row, w, d, e, D, DV)
+        store_vectors(row, norm_q, norm_k, d, D, DV)
     if WHOLE:
         store_tile(o, product(q_tile, w, PRECISION), n, N, o_n, e, DV)
     else:
         for start in tl.range(0, N, BLOCK_N, num_stages=STAGES):
             rows = start + n
-            real = real_rows(query_mask, rows, N, QUERY_MASKED)
+            real = real_rows(query_mask, b, rows, N)
             q_tile = load_tile(q, rows, real, q_n, d, D)
             store_tile(o, product(q_tile, w, PRECISION), rows, N, o_n, e, DV)
 
 
 @triton.jit(do_not_specialize=["N", "M", "gain", "eps"])
 def backward_head(
-    q, k, v, do, dq, dk, dv, state, norms, query_mask, key_mask, gains,
-    gain, eps, heads, H, N, M,
-    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, do_b, do_h, do_n,
-    dq_b, dq_h, dq_n, dk_b, dk_h, dk_n, dv_b, dv_h, dv_n,
+    q, k, v, do, grads, state, query_mask, key_mask, gains,
+    k_offset, v_offset, dk_offset, dv_offset, gain, eps, H, N, M,
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, do_b, do_h, do_n, dq_n, dk_n, dv_n,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
-    WHOLE: tl.constexpr, QUERY_MASKED: tl.constexpr, KEY_MASKED: tl.constexpr,
-    GAIN_BY_IMAGE: tl.constexpr, PRECISION: tl.constexpr,
+    WHOLE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ, dK and dV of one head. WHOLE: all queries fit one tile, so q and dO are read once."""
     head = tl.program_id(0)
-    b, h = (head // H).to(tl.int64), head % H
+    b = head // H
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     n = tl.arange(0, BLOCK_N)
-    q += b * q_b + h * q_h
-    k += b * k_b + h * k_h
-    v += b * v_b + h * v_h
-    do += b * do_b + h * do_h
-    dq += b * dq_b + h * dq_h
-    dk += b * dk_b + h * dk_h
-    dv += b * dv_b + h * dv_h
-    query_mask += b * N
-    key_mask += b * M
-    square = inside_matrix(d, e, D, DV)
-    w = tl.load(state + head.to(tl.int64) * D * DV + matrix_offsets(d, e, DV), mask=square, other=0.0)
-    norm_q = tl.load(norms + head * D + d, mask=d < D, other=1.0)
-    norm_k = tl.load(norms + (heads + head) * D + d, mask=d < D, other=1.0)
+    k = at_head(k, q, k_offset, head, H, k_b, k_h)
+    v = at_head(v, q, v_offset, head, H, v_b, v_h)
+    q = at_head(q, q, 0, head, H, q_b, q_h)
+    do = at_head(do, do, 0, head, H, do_b, do_h)
+    dq = output_at_head(grads, head, H, N, D, dq_n)
+    dk = output_at_head(grads + dk_offset, head, H, M, D, dk_n)
+    dv = output_at_head(grads + dv_offset, head, H, M, DV, dv_n)
+    row = matrix_row(state, head, D, DV)
+    w = load_matrix(row, d, e, D, DV)
+    norm_q, norm_k = load_vectors(row, d, D, DV)
 
     if WHOLE:
-        real = real_rows(query_mask, n, N, QUERY_MASKED)
+        real = real_rows(query_mask, b, n, N)
         q_tile = load_tile(q, n, real, q_n, d, D)
         do_tile = load_tile(do, n, real, do_n, e, DV)
         a = raw_product(tl.trans(q_tile), do_tile, PRECISION)
@@ -239,28 +300,27 @@ def backward_head(
         a = tl.zeros([BLOCK_D, BLOCK_V], tl.float32)
         for start in range(0, N, BLOCK_N):
             rows = start + n
-            real = real_rows(query_mask, rows, N, QUERY_MASKED)
+            real = real_rows(query_mask, b, rows, N)
             q_tile = load_tile(q, rows, real, q_n, d, D)
             do_tile = load_tile(do, rows, real, do_n, e, DV)
             a += raw_product(tl.trans(q_tile), do_tile, PRECISION)
 
     t = tl.sum(a * w, axis=1)  # [BLOCK_D]
-    pull_q = pull_of(t, norm_q, eps)
-    pull_k = pull_of(t, norm_k, eps)
-    z = a * folded_scale(norm_q, norm_k, load_gain(gain, gains, b, GAIN_BY_IMAGE), eps)[:, None]
+    pull_q, pull_k = norm_gradient(t, norm_q, eps), norm_gradient(t, norm_k, eps)
+    z = scaled_rows(a, norm_q, norm_k, load_gain(gain, gains, b), eps)
     if WHOLE:
         store_tile(dq, product(do_tile, tl.trans(w), PRECISION) - sign(q_tile) * pull_q[None, :], n, N, dq_n, d, D)
     else:
         for start in range(0, N, BLOCK_N):
             rows = start + n
-            real = real_rows(query_mask, rows, N, QUERY_MASKED)
+            real = real_rows(query_mask, b, rows, N)
             q_tile = load_tile(q, rows, real, q_n, d, D)
             do_tile = load_tile(do, rows, real, do_n, e, DV)
             grad = product(do_tile, tl.trans(w), PRECISION) - sign(q_tile) * pull_q[None, :]
             store_tile(dq, grad, rows, N, dq_n, d, D)
     for start in range(0, M, BLOCK_N):
         rows = start + n
-        real = real_rows(key_mask, rows, M, KEY_MASKED)
+        real = real_rows(key_mask, b, rows, M)
         k_tile = load_tile(k, rows, real, k_n, d, D)
         v_tile = load_tile(v, rows, real, v_n, e, DV)
         store_tile(dv, product(k_tile, z, PRECISION), rows, M, dv_n, e, DV)
@@ -273,22 +333,19 @@ def backward_head(
 
 @triton.jit(do_not_specialize=["rows_x", "rows_z", "splits"])
 def outer_products(
-    x, y, z, shares, norm_shares, x_mask, z_mask, heads, H, rows_x, rows_z, splits,
-    x_b, x_h, x_n, y_b, y_h, y_n, z_b, z_h, z_n,
+    x, y, z, shares, x_mask, z_mask,
+    x_offset, y_offset, heads, H, rows_x, rows_z, splits, x_b, x_h, x_n, y_b, y_h, y_n, z_b, z_h, z_n,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
-    SUM_ROWS: tl.constexpr, STAGES: tl.constexpr, NORMS: tl.constexpr, X_MASKED: tl.constexpr, Z_MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SUM_ROWS: tl.constexpr, STAGES: tl.constexpr, NORMS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One share of X^T Y [D, DV], summed over its part of the tokens; with NORMS of |X|_1 and |Z|_1 too."""
+    """One share of X^T Y [D, DV], summed over its part of the tokens; with NORMS of |Z|_1 and |X|_1 too."""
     head, split, part_v = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    b, h = (head // H).to(tl.int64), head % H
+    b = head // H
     d, e = tl.arange(0, BLOCK_D), part_v * BLOCK_V + tl.arange(0, BLOCK_V)
     n = tl.arange(0, BLOCK_N)
-    x += b * x_b + h * x_h
-    y += b * y_b + h * y_h
-    z += b * z_b + h * z_h
-    x_mask += b * rows_x
-    z_mask += b * rows_z
+    y = at_head(y, x, y_offset, head, H, y_b, y_h)
+    z = at_head(z, x, 0, head, H, z_b, z_h)
+    x = at_head(x, x, x_offset, head, H, x_b, x_h)
     xy = tl.zeros([BLOCK_D, BLOCK_V], tl.float32)
     sum_x = tl.zeros([SUM_ROWS, BLOCK_D], tl.float32)
     sum_z = tl.zeros([SUM_ROWS, BLOCK_D], tl.float32)
@@ -296,20 +353,34 @@ def outer_products(
     tiles = tl.cdiv(tl.cdiv(rows_of_both, BLOCK_N), splits)
     for tile in tl.range(split * tiles, (split + 1) * tiles, num_stages=STAGES):
         rows = tile * BLOCK_N + n
-        real = real_rows(x_mask, rows, rows_x, X_MASKED)
+        real = real_rows(x_mask, b, rows, rows_x)
         x_tile = load_tile(x, rows, real, x_n, d, D)
         y_tile = load_tile(y, rows, real, y_n, e, DV)
         xy += raw_product(tl.trans(x_tile), y_tile, PRECISION)
         if NORMS:
             xy = waited_for(xy)
-            z_tile = load_tile(z, rows, real_rows(z_mask, rows, rows_z, Z_MASKED), z_n, d, D)
+            z_tile = load_tile(z, rows, real_rows(z_mask, b, rows, rows_z), z_n, d, D)
             sum_x += partial_l1(x_tile, SUM_ROWS)
             sum_z += partial_l1(z_tile, SUM_ROWS)
-    share = (split * heads + head).to(tl.int64)
-    tl.store(shares + share * D * DV + matrix_offsets(d, e, DV), xy, mask=inside_matrix(d, e, D, DV))
+    row = matrix_row(shares, split * heads + head, D, DV)
+    store_matrix(row, xy, d, e, D, DV)
     if NORMS and part_v == 0:
-        tl.store(norm_shares + share * 2 * D + d, tl.sum(sum_z, axis=0), mask=d < D)
-        tl.store(norm_shares + share * 2 * D + D + d, tl.sum(sum_x, axis=0), mask=d < D)
+        store_vectors(row, tl.sum(sum_z, axis=0), tl.sum(sum_x, axis=0), d, D, DV)
+
+
+@triton.jit
+def add_few_shares(shares, head, heads, d, e, SPLITS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr):
+    """The sums of all shares, always in the same order: matrix and both vectors."""
+    row = matrix_row(shares, head, D, DV)
+    matrix = load_matrix(row, d, e, D, DV)
+    first, second = load_vectors(row, d, D, DV)
+    for split in tl.static_range(1, SPLITS):
+        row = matrix_row(shares, split * heads + head, D, DV)
+        matrix += load_matrix(row, d, e, D, DV)
+        more_first, more_second = load_vectors(row, d, D, DV)
+        first += more_first
+        second += more_second
+    return matrix, first, second
 
 
 @triton.jit
@@ -329,67 +400,72 @@ def add_shares(shares, step, offsets, wanted, splits, AT_ONCE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["gain", "eps", "splits"])
 def finish_forward(
-    shares, norm_shares, state, norms, gains, gain, eps, heads, H, splits,
+    shares, state, gains, gain, eps, heads, H, splits,
     D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr, AT_ONCE: tl.constexpr,
-    GAIN_BY_IMAGE: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of W = diag(s) K^T V, and their norms."""
     head = tl.program_id(0)
     d, e = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_V)
-    norm_q = add_shares(norm_shares + head * 2 * D, heads * 2 * D, d, d < D, splits, AT_ONCE)
-    norm_k = add_shares(norm_shares + head * 2 * D + D, heads * 2 * D, d, d < D, splits, AT_ONCE)
-    s = folded_scale(norm_q, norm_k, load_gain(gain, gains, head // H, GAIN_BY_IMAGE), eps)
-    matrix, offsets, inside = head.to(tl.int64) * D * DV, matrix_offsets(d, e, DV), inside_matrix(d, e, D, DV)
-    kv = add_shares(shares + matrix, heads * D * DV, tl.ravel(offsets), tl.ravel(inside), splits, AT_ONCE)
-    tl.store(state + matrix + offsets, tl.reshape(kv, [ROWS, BLOCK_V]) * s[:, None], mask=inside)
-    tl.store(norms + head * D + d, norm_q, mask=d < D)
-    tl.store(norms + (heads + head) * D + d, norm_k, mask=d < D)
+    first, step = matrix_row(shares, head, D, DV), heads * (D * DV + 2 * D)
+    norm_q = add_shares(first + D * DV, step, d, d < D, splits, AT_ONCE)
+    norm_k = add_shares(first + D * DV + D, step, d, d < D, splits, AT_ONCE)
+    offsets, inside = tl.ravel(matrix_offsets(d, e, DV)), tl.ravel(inside_matrix(d, e, D, DV))
+    kv = tl.reshape(add_shares(first, step, offsets, inside, splits, AT_ONCE), [ROWS, BLOCK_V])
+    row = matrix_row(state, head, D, DV)
+    gain = load_gain(gain, gains, head // H)
+    store_matrix(row, scaled_rows(kv, norm_q, norm_k, gain, eps), d, e, D, DV)
+    store_vectors(row, norm_q, norm_k, d, D, DV)
 
 
-@triton.jit(do_not_specialize=["N", "tiles"])
+@triton.jit(do_not_specialize=["N", "tiles", "gain", "eps"])
 def apply_forward(
-    q, o, state, query_mask, H, N, tiles, q_b, q_h, q_n, o_b, o_h, o_n,
+    q, o, shares, state, query_mask, gains, gain, eps, heads, H, N, tiles, q_b, q_h, q_n, o_n,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
-    QUERY_MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    SPLITS: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """O = Q W for so many tiles of tokens."""
+    """O = Q W for `tiles` tiles of tokens. SPLITS: add that many shares first; 0: W is in `state` already."""
     head, part_v = tl.program_id(0), tl.program_id(2)
     # From the last token backwards: what was read last is what the cache still holds.
     group = tl.num_programs(1) - 1 - tl.program_id(1)
-    b, h = (head // H).to(tl.int64), head % H
     d, e = tl.arange(0, BLOCK_D), part_v * BLOCK_V + tl.arange(0, BLOCK_V)
     n = tl.arange(0, BLOCK_N)
-    q += b * q_b + h * q_h
-    o += b * o_b + h * o_h
-    query_mask += b * N
-    inside = inside_matrix(d, e, D, DV)
-    w = tl.load(state + head.to(tl.int64) * D * DV + matrix_offsets(d, e, DV), mask=inside, other=0.0)
+    q = at_head(q, q, 0, head, H, q_b, q_h)
+    o = output_at_head(o, head, H, N, DV, o_n)
+    b = head // H
+    if SPLITS > 0:
+        kv, norm_q, norm_k = add_few_shares(shares, head, heads, d, e, SPLITS, D, DV)
+        w = scaled_rows(kv, norm_q, norm_k, load_gain(gain, gains, b), eps)
+        if KEEP and group == 0:
+            row = matrix_row(state, head, D, DV)
+            store_matrix(row, w, d, e, D, DV)
+            store_vectors(row, norm_q, norm_k, d, D, DV)
+    else:
+        w = load_matrix(matrix_row(state, head, D, DV), d, e, D, DV)
     for tile in range(group * tiles, tl.minimum((group + 1) * tiles, tl.cdiv(N, BLOCK_N))):
         rows = tile * BLOCK_N + n
-        real = real_rows(query_mask, rows, N, QUERY_MASKED)
+        real = real_rows(query_mask, b, rows, N)
         q_tile = load_tile(q, rows, real, q_n, d, D)
         store_tile(o, product(q_tile, w, PRECISION), rows, N, o_n, e, DV)
 
 
 @triton.jit(do_not_specialize=["gain", "eps", "splits"])
 def finish_backward(
-    shares, state, norms, z, pulls, gains, gain, eps, heads, H, splits,
+    shares, state, sums, gains, gain, eps, heads, H, splits,
     D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr, AT_ONCE: tl.constexpr,
-    GAIN_BY_IMAGE: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of Z = diag(s) A, and their t/|Q|_1 and t/|K|_1, 0 where the norm is below eps."""
     head = tl.program_id(0)
     d, e = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_V)
-    norm_q = tl.load(norms + head * D + d, mask=d < D, other=1.0)
-    norm_k = tl.load(norms + (heads + head) * D + d, mask=d < D, other=1.0)
-    s = folded_scale(norm_q, norm_k, load_gain(gain, gains, head // H, GAIN_BY_IMAGE), eps)
-    matrix, offsets, inside = head.to(tl.int64) * D * DV, matrix_offsets(d, e, DV), inside_matrix(d, e, D, DV)
-    a = add_shares(shares + matrix, heads * D * DV, tl.ravel(offsets), tl.ravel(inside), splits, AT_ONCE)
-    a = tl.reshape(a, [ROWS, BLOCK_V])
-    t = tl.sum(a * tl.load(state + matrix + offsets, mask=inside, other=0.0), axis=1)
-    tl.store(z + matrix + offsets, a * s[:, None], mask=inside)
-    tl.store(pulls + head * D + d, pull_of(t, norm_q, eps), mask=d < D)
-    tl.store(pulls + (heads + head) * D + d, pull_of(t, norm_k, eps), mask=d < D)
+    first, step = matrix_row(shares, head, D, DV), heads * (D * DV + 2 * D)
+    offsets, inside = tl.ravel(matrix_offsets(d, e, DV)), tl.ravel(inside_matrix(d, e, D, DV))
+    a = tl.reshape(add_shares(first, step, offsets, inside, splits, AT_ONCE), [ROWS, BLOCK_V])
+    kept = matrix_row(state, head, D, DV)
+    norm_q, norm_k = load_vectors(kept, d, D, DV)
+    t = tl.sum(a * load_matrix(kept, d, e, D, DV), axis=1)
+    row = matrix_row(sums, head, D, DV)
+    gain = load_gain(gain, gains, head // H)
+    store_matrix(row, scaled_rows(a, norm_q, norm_k, gain, eps), d, e, D, DV)
+    store_vectors(row, norm_gradient(t, norm_q, eps), norm_gradient(t, norm_k, eps), d, D, DV)
 
 
 @triton.jit
@@ -397,170 +473,129 @@ def grad_of_normalised(x, y, dx, m, pulls, rows, real, count, x_n, y_n, dx_n, d,
                        D: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """dX = Y m^T - sign(X) pull for the columns d: dQ of (q, dO, W), dK of (k, v, Z)."""
     y_tile = load_tile(y, rows, real, y_n, e, DV)
-    x_tile = load_tile(x, rows, real, x_n, d, D)
-    pull = tl.load(pulls + d, mask=d < D, other=0.0)
-    grad = product(y_tile, tl.trans(m), PRECISION) - sign(x_tile) * pull[None, :]
-    store_tile(dx, grad, rows, count, dx_n, d, D)
+    x_tile = load_tile(x, rows, real, x_n, d, D, larger(D, DV))
+    grad = product(y_tile, tl.trans(m), PRECISION) - sign(x_tile) * pulls[None, :]
+    store_tile(dx, grad, rows, count, dx_n, d, D, larger(D, DV))
 
 
-@triton.jit(do_not_specialize=["N", "M", "tiles"])
+@triton.jit(do_not_specialize=["N", "M", "tiles", "gain", "eps"])
 def apply_backward(
-    q, k, v, do, dq, dk, dv, state, z, pulls, query_mask, key_mask, heads, H, N, M, tiles,
-    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, do_b, do_h, do_n,
-    dq_b, dq_h, dq_n, dk_b, dk_h, dk_n, dv_b, dv_h, dv_n,
+    q, k, v, do, grads, shares, state, sums, query_mask, key_mask, gains,
+    k_offset, v_offset, dk_offset, dv_offset, gain, eps, heads, H, N, M, tiles,
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, do_b, do_h, do_n, dq_n, dk_n, dv_n,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_N: tl.constexpr, QUERY_MASKED: tl.constexpr, KEY_MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_C columns of dQ, dK and dV for so many tiles of tokens."""
+    """BLOCK_C columns of dQ, dK and dV for `tiles` tiles of tokens.
+
+    SPLITS: add that many shares of A first, which needs BLOCK_C = BLOCK_D = BLOCK_V; 0: Z is in `sums` already.
+    """
     head, part = tl.program_id(0), tl.program_id(2)
     group = tl.num_programs(1) - 1 - tl.program_id(1)  # backwards, as in apply_forward
-    b, h = (head // H).to(tl.int64), head % H
+    b = head // H
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     c = part * BLOCK_C + tl.arange(0, BLOCK_C)
     n = tl.arange(0, BLOCK_N)
-    q += b * q_b + h * q_h
-    k += b * k_b + h * k_h
-    v += b * v_b + h * v_h
-    do += b * do_b + h * do_h
-    dq += b * dq_b + h * dq_h
-    dk += b * dk_b + h * dk_h
-    dv += b * dv_b + h * dv_h
-    query_mask += b * N
-    key_mask += b * M
-    matrix = head.to(tl.int64) * D * DV
-    pulls_q, pulls_k = pulls + head * D, pulls + (heads + head) * D
+    k = at_head(k, q, k_offset, head, H, k_b, k_h)
+    v = at_head(v, q, v_offset, head, H, v_b, v_h)
+    q = at_head(q, q, 0, head, H, q_b, q_h)
+    do = at_head(do, do, 0, head, H, do_b, do_h)
+    dq = output_at_head(grads, head, H, N, D, dq_n)
+    dk = output_at_head(grads + dk_offset, head, H, M, D, dk_n)
+    dv = output_at_head(grads + dv_offset, head, H, M, DV, dv_n)
+    kept = matrix_row(state, head, D, DV)
 
-    some_rows = inside_matrix(c, e, D, DV)
-    w_rows = tl.load(state + matrix + matrix_offsets(c, e, DV), mask=some_rows, other=0.0)
+    w_rows = load_matrix(kept, c, e, D, DV)
+    if SPLITS > 0:
+        a, _, _ = add_few_shares(shares, head, heads, c, e, SPLITS, D, DV)
+        norm_q, norm_k = load_vectors(kept, c, D, DV)
+        t = tl.sum(a * w_rows, axis=1)
+        pulls_q, pulls_k = norm_gradient(t, norm_q, eps), norm_gradient(t, norm_k, eps)
+        z_rows = scaled_rows(a, norm_q, norm_k, load_gain(gain, gains, b), eps)
+        z_columns = z_rows
+    else:
+        row = matrix_row(sums, head, D, DV)
+        pulls_q, pulls_k = load_vectors(row, c, D, DV)
+        z_rows = load_matrix(row, c, e, D, DV)
+        z_columns = load_matrix(row, d, c, D, DV)
     for tile in range(group * tiles, tl.minimum((group + 1) * tiles, tl.cdiv(N, BLOCK_N))):
         rows = tile * BLOCK_N + n
-        real = real_rows(query_mask, rows, N, QUERY_MASKED)
+        real = real_rows(query_mask, b, rows, N)
         grad_of_normalised(q, do, dq, w_rows, pulls_q, rows, real, N, q_n, do_n, dq_n, c, e, D, DV, PRECISION)
-    z_rows = tl.load(z + matrix + matrix_offsets(c, e, DV), mask=some_rows, other=0.0)
-    z_columns = tl.load(z + matrix + matrix_offsets(d, c, DV), mask=inside_matrix(d, c, D, DV), other=0.0)
     for tile in range(group * tiles, tl.minimum((group + 1) * tiles, tl.cdiv(M, BLOCK_N))):
         rows = tile * BLOCK_N + n
-        real = real_rows(key_mask, rows, M, KEY_MASKED)
+        real = real_rows(key_mask, b, rows, M)
         grad_of_normalised(k, v, dk, z_rows, pulls_k, rows, real, M, k_n, v_n, dk_n, c, e, D, DV, PRECISION)
         k_tile = load_tile(k, rows, real, k_n, d, D)
-        store_tile(dv, product(k_tile, z_columns, PRECISION), rows, M, dv_n, c, DV)
+        store_tile(dv, product(k_tile, z_columns, PRECISION), rows, M, dv_n, c, DV, larger(D, DV))
 
 
 # --- the other order: (Q diag(s) K^T) V ------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["N", "M"])
-def token_norms(
-    q, k, norms, query_mask, key_mask, heads, H, N, M, q_b, q_h, q_n, k_b, k_h, k_n,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SUM_ROWS: tl.constexpr,
-    QUERY_MASKED: tl.constexpr, KEY_MASKED: tl.constexpr,
-):  # fmt: skip
-    """|Q|_1 and |K|_1 of one head."""
-    head = tl.program_id(0)
-    b, h = (head // H).to(tl.int64), head % H
-    d, n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
-    q += b * q_b + h * q_h
-    k += b * k_b + h * k_h
-    query_mask += b * N
-    key_mask += b * M
-    sum_q = tl.zeros([SUM_ROWS, BLOCK_D], tl.float32)
-    sum_k = tl.zeros([SUM_ROWS, BLOCK_D], tl.float32)
-    for start in range(0, N, BLOCK_N):
-        real = real_rows(query_mask, start + n, N, QUERY_MASKED)
-        sum_q += partial_l1(load_tile(q, start + n, real, q_n, d, D), SUM_ROWS)
-    for start in range(0, M, BLOCK_N):
-        real = real_rows(key_mask, start + n, M, KEY_MASKED)
-        sum_k += partial_l1(load_tile(k, start + n, real, k_n, d, D), SUM_ROWS)
-    tl.store(norms + head * D + d, tl.sum(sum_q, axis=0), mask=d < D)
-    tl.store(norms + (heads + head) * D + d, tl.sum(sum_k, axis=0), mask=d < D)
-
-
 @triton.jit(do_not_specialize=["N", "M", "gain", "eps"])
 def attend(
-    q, k, v, o, norms, query_mask, key_mask, gains,
-    gain, eps, heads, H, N, M,
-    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_b, o_h, o_n,
+    q, k, v, o, state, query_mask, key_mask, gains,
+    k_offset, v_offset, gain, eps, H, N, M, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_n,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
-    WHOLE: tl.constexpr, KEEP: tl.constexpr, QUERY_MASKED: tl.constexpr, KEY_MASKED: tl.constexpr,
-    GAIN_BY_IMAGE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, KEEP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """O = (Q diag(s) K^T) V for one tile of queries. WHOLE: all tokens fit one tile, and the norms are made here."""
+    """O = (Q diag(s) K^T) V of a head whose tokens all fit one tile. KEEP: `state` gets the norms, without a matrix."""
     head = tl.program_id(0)
-    b, h = (head // H).to(tl.int64), head % H
+    b = head // H
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
-    rows, m = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
-    q += b * q_b + h * q_h
-    k += b * k_b + h * k_h
-    v += b * v_b + h * v_h
-    o += b * o_b + h * o_h
-    query_mask += b * N
-    key_mask += b * M
-    q_tile = load_tile(q, rows, real_rows(query_mask, rows, N, QUERY_MASKED), q_n, d, D)
-    gain = load_gain(gain, gains, b, GAIN_BY_IMAGE)
-    if WHOLE:
-        real = real_rows(key_mask, m, M, KEY_MASKED)
-        k_tile = load_tile(k, m, real, k_n, d, D)
-        v_tile = load_tile(v, m, real, v_n, e, DV)
-        norm_q, norm_k = tl.sum(tl.abs(q_tile.to(tl.float32)), axis=0), tl.sum(tl.abs(k_tile.to(tl.float32)), axis=0)
-        if KEEP:
-            tl.store(norms + head * D + d, norm_q, mask=d < D)
-            tl.store(norms + (heads + head) * D + d, norm_k, mask=d < D)
-        scaled = q_tile * folded_scale(norm_q, norm_k, gain, eps)[None, :]
-        weights = product(scaled, tl.trans(k_tile), PRECISION)
-        out = product(weights, v_tile, PRECISION)
-    else:
-        norm_q = tl.load(norms + head * D + d, mask=d < D, other=1.0)
-        norm_k = tl.load(norms + (heads + head) * D + d, mask=d < D, other=1.0)
-        scaled = q_tile * folded_scale(norm_q, norm_k, gain, eps)[None, :]
-        out = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
-        for start in range(0, M, BLOCK_M):
-            real = real_rows(key_mask, start + m, M, KEY_MASKED)
-            k_tile = load_tile(k, start + m, real, k_n, d, D)
-            v_tile = load_tile(v, start + m, real, v_n, e, DV)
-            weights = product(scaled, tl.trans(k_tile), PRECISION)
-            out += product(weights, v_tile, PRECISION)
-    store_tile(o, out, rows, N, o_n, e, DV)
+    n, m = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
+    k = at_head(k, q, k_offset, head, H, k_b, k_h)
+    v = at_head(v, q, v_offset, head, H, v_b, v_h)
+    q = at_head(q, q, 0, head, H, q_b, q_h)
+    o = output_at_head(o, head, H, N, DV, o_n)
+    q_real = real_rows(query_mask, b, n, N)
+    k_real = real_rows(key_mask, b, m, M)
+    q_tile = load_tile(q, n, q_real, q_n, d, D)
+    k_tile, v_tile = load_tile(k, m, k_real, k_n, d, D), load_tile(v, m, k_real, v_n, e, DV)
+    norm_q, norm_k = tl.sum(tl.abs(q_tile.to(tl.float32)), axis=0), tl.sum(tl.abs(k_tile.to(tl.float32)), axis=0)
+    if KEEP:
+        store_vectors(matrix_row(state, head, D, 0), norm_q, norm_k, d, D, 0)
+    scaled = scaled_columns(q_tile, norm_q, norm_k, load_gain(gain, gains, b), eps)
+    weights = product(scaled, tl.trans(k_tile), PRECISION)
+    store_tile(o, product(weights, v_tile, PRECISION), n, N, o_n, e, DV)
 
 
 @triton.jit(do_not_specialize=["N", "M", "gain", "eps"])
 def attend_backward(
-    q, k, v, do, dq, dk, dv, norms, query_mask, key_mask, gains,
-    gain, eps, heads, H, N, M,
-    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, do_b, do_h, do_n,
-    dq_b, dq_h, dq_n, dk_b, dk_h, dk_n, dv_b, dv_h, dv_n,
+    q, k, v, do, grads, state, query_mask, key_mask, gains,
+    k_offset, v_offset, dk_offset, dv_offset, gain, eps, H, N, M,
+    q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, do_b, do_h, do_n, dq_n, dk_n, dv_n,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
-    QUERY_MASKED: tl.constexpr, KEY_MASKED: tl.constexpr, GAIN_BY_IMAGE: tl.constexpr, PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ, dK and dV of a head whose tokens all fit one tile, through P = Q diag(s) K^T and dP = dO V^T."""
     head = tl.program_id(0)
-    b, h = (head // H).to(tl.int64), head % H
+    b = head // H
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     n, m = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
-    q += b * q_b + h * q_h
-    k += b * k_b + h * k_h
-    v += b * v_b + h * v_h
-    do += b * do_b + h * do_h
-    dq += b * dq_b + h * dq_h
-    dk += b * dk_b + h * dk_h
-    dv += b * dv_b + h * dv_h
-    q_real = real_rows(query_mask + b * N, n, N, QUERY_MASKED)
-    k_real = real_rows(key_mask + b * M, m, M, KEY_MASKED)
+    k = at_head(k, q, k_offset, head, H, k_b, k_h)
+    v = at_head(v, q, v_offset, head, H, v_b, v_h)
+    q = at_head(q, q, 0, head, H, q_b, q_h)
+    do = at_head(do, do, 0, head, H, do_b, do_h)
+    dq = output_at_head(grads, head, H, N, D, dq_n)
+    dk = output_at_head(grads + dk_offset, head, H, M, D, dk_n)
+    dv = output_at_head(grads + dv_offset, head, H, M, DV, dv_n)
+    q_real = real_rows(query_mask, b, n, N)
+    k_real = real_rows(key_mask, b, m, M)
     q_tile, do_tile = load_tile(q, n, q_real, q_n, d, D), load_tile(do, n, q_real, do_n, e, DV)
     k_tile, v_tile = load_tile(k, m, k_real, k_n, d, D), load_tile(v, m, k_real, v_n, e, DV)
-    norm_q = tl.load(norms + head * D + d, mask=d < D, other=1.0)
-    norm_k = tl.load(norms + (heads + head) * D + d, mask=d < D, other=1.0)
-    s = folded_scale(norm_q, norm_k, load_gain(gain, gains, b, GAIN_BY_IMAGE), eps)
-    scaled = q_tile * s[None, :]
+    norm_q, norm_k = load_vectors(matrix_row(state, head, D, 0), d, D, 0)
+    gain = load_gain(gain, gains, b)
+    scaled = scaled_columns(q_tile, norm_q, norm_k, gain, eps)
     weights = product(scaled, tl.trans(k_tile), PRECISION)  # P [BLOCK_N, BLOCK_M]
     grad_weights = raw_product(do_tile, tl.trans(v_tile), PRECISION)  # dP [BLOCK_N, BLOCK_M]
     store_tile(dv, product(tl.trans(weights), do_tile, PRECISION), m, M, dv_n, e, DV)
-    grad_q = product(grad_weights, k_tile, PRECISION) * s[None, :]
+    grad_q = scaled_columns(product(grad_weights, k_tile, PRECISION), norm_q, norm_k, gain, eps)
     t = tl.sum(grad_q * q_tile, axis=0)
-    pull_q = pull_of(t, norm_q, eps)
-    pull_k = pull_of(t, norm_k, eps)
+    pull_q, pull_k = norm_gradient(t, norm_q, eps), norm_gradient(t, norm_k, eps)
     store_tile(dq, grad_q - sign(q_tile) * pull_q[None, :], n, N, dq_n, d, D)
     grad_k = product(tl.trans(grad_weights), scaled, PRECISION) - sign(k_tile) * pull_k[None, :]
     store_tile(dk, grad_k, m, M, dk_n, d, D)

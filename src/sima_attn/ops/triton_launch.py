@@ -1,35 +1,75 @@
-"""Launches the Triton kernels of SimA: which kernels, on what grid, with which scratch memory.
+"""Which Triton kernels compute SimA, on what grids, with which memory.
 
-A head with few tokens is one program, one launch. With many tokens there are three launches: sums over shares of
-the tokens, their addition, the outputs. Tensors come as [B, H, tokens, channels] with any strides but the last.
+Few tokens per head are one launch. Many tokens are two: sums over shares of the tokens, then the outputs. A third one
+in between adds the shares where they are many.
+
+Shapes: B batch, H heads, N query tokens, M key tokens, D channels per head, DV value channels per head.
 """
 
-import functools
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sima_attn.ops import triton_kernels as kernels
-from sima_attn.ops.triton_op import fits_one_tile, padded
-from sima_attn.ops.triton_tuning import Problem, Tile, launch_with_best_tile, multiprocessors, power_of_two
+from sima_attn.ops import triton_tiles as tiles
+from sima_attn.ops.triton_launchers import Launcher
+from sima_attn.ops.triton_tiles import Problem, Tile, cdiv, choose_tile, padded
 
-# A head is one program up to this many tokens, whatever the batch: splitting would cost two more launches.
-FEW_TOKENS = 256
-# Where the heads alone fill the chip, forward stays one program a head up to this many.
-FEW_TOKENS_OF_MANY_HEADS = 2048
-# The whole state of a head must fit the registers of one program, by bytes a number of the inputs.
-LARGEST_STATE = {2: 128 * 128, 4: 64 * 64}
-SMALLEST_SHARE = 128  # tokens that are worth a program of their own
-PROGRAMS = 1.25  # that share the tokens, for every multiprocessor; more would write more shares
-FINISHING_ROWS = 4  # rows of the state that one program adds up, half as many where heads are few
-MOST_READY = 4096  # launches that are remembered
 PRECISION = {torch.bfloat16: "bf16", torch.float16: "tf32", torch.float32: "tf32x3"}
-NARROW = 32  # so few channels a head multiply in full float32 without tensor cores, which is a little more accurate
+NARROW = 32  # so few channels multiply in full float32 without tensor cores, which is a little more accurate
+FINISHING_ROWS = 4  # rows of the state that one program adds up, half as many where heads are few
+
+
+class Inputs(NamedTuple):
+    """q, k and v: three tensors, or one packed tensor in the place of q with the offsets of k and v in it."""
+
+    q: Tensor
+    k: Tensor | None
+    v: Tensor | None
+    offsets: tuple[int, int]  # of k and v
+    strides: tuple[int, ...]  # (batch, head, token) of q, k and v
+    B: int
+    H: int
+    N: int
+    M: int
+    D: int
+    DV: int
+
+    @property
+    def heads(self) -> int:
+        """Attentions computed side by side."""
+        return self.B * self.H
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """The padded channel counts."""
+        return padded(self.D), padded(self.DV)
+
+    @property
+    def row_shape(self) -> tuple[int, int]:
+        """A matrix [D, DV] and two vectors [D] per head: the state of the forward."""
+        return self.heads, self.D * self.DV + 2 * self.D
+
+
+def unpacked(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
+    """q [B, H, N, D], k [B, H, M, D] and v [B, H, M, DV] as inputs."""
+    B, H, N, D = q.shape
+    strides = tuple(stride for t in (q, k, v) for stride in t.stride()[:3])
+    return Inputs(q, k, v, (0, 0), strides, B, H, N, k.shape[2], D, v.shape[3])
+
+
+def packed(qkv: Tensor) -> Inputs:
+    """A packed projection [B, N, 3, H, D] as inputs, without views."""
+    B, N, _, H, D = qkv.shape
+    batch, token, which, head, _ = qkv.stride()
+    return Inputs(qkv, None, None, (which, 2 * which), (batch, head, token) * 3, B, H, N, N, D, D)
 
 
 class Options(NamedTuple):
-    """What is not a tensor of tokens: masks [B, tokens] or None, and the factor on the output."""
+    """What is not a tensor of tokens: masks [B, tokens] as bytes or None, and the factor on the output."""
 
     query_mask: Tensor | None
     key_mask: Tensor | None
@@ -38,330 +78,191 @@ class Options(NamedTuple):
     eps: float
 
 
-class Sizes(NamedTuple):
-    """The letters of the module, and the padded channel counts the kernels work with."""
+def forward(launcher: Launcher, x: Inputs, options: Options, *, order: str, keep: bool) -> tuple[Tensor, Tensor | None]:
+    """(o [B, N, H, DV], state): the state is what the gradient needs, None unless `keep`.
 
-    B: int
-    H: int
-    N: int
-    M: int
-    D: int
-    DV: int
-    block_d: int
-    block_v: int
-    itemsize: int
-
-    @property
-    def heads(self) -> int:
-        """Attentions computed side by side."""
-        return self.B * self.H
-
-    @property
-    def tokens(self) -> int:
-        """Queries or keys, whichever are more."""
-        return max(self.N, self.M)
-
-    @property
-    def fit_one_tile(self) -> bool:
-        """True where (Q diag(s) K^T) V and its gradient are one program a head."""
-        return fits_one_tile(self.N, self.M, self.D, self.DV, self.itemsize)
-
-
-def sizes_of(q: Tensor, k: Tensor, v: Tensor) -> Sizes:
-    B, H, N, D = q.shape
-    return Sizes(B, H, N, k.shape[2], D, v.shape[3], padded(D), padded(v.shape[3]), q.element_size())
-
-
-def parts(total: int, size: int) -> int:
-    """How many parts of a size cover the total. triton.cdiv takes 2 us a call, and a launch has several."""
-    return -(-total // size)
-
-
-def scratch(*shape: int, like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Memory that a kernel fills completely before another one reads it."""
-    return torch.empty(shape, dtype=dtype, device=like.device)
-
-
-_ready: dict[tuple, tuple[Any, tuple]] = {}  # a launch -> the compiled kernel, and its constants in order
-
-
-def start(kernel: Any, grid: tuple[int, ...], *arguments: Any, tile: Tile | None = None, **constants: Any) -> None:
-    """Launch kernel[grid](*arguments, **constants) with the compiler options of a tile.
-
-    Triton looks anew at every argument to find the compiled kernel, 40 us a launch. What it looks at is the key here:
-    numbers as they are, the type of a tensor and whether it begins at 16 bytes. float arguments are of one type.
+    These are the first two tensors allocated.
     """
-    key = (
-        kernel.fn, arguments[0].device, tile, *constants.values(),
-        *[a if type(a) is int else (a.dtype, a.data_ptr() % 16 == 0) for a in arguments if type(a) is not float],
-    )  # fmt: skip
-    ready = _ready.get(key)
-    if ready is not None:
-        compiled, in_order = ready
-        compiled[grid](*arguments, *in_order)
-        return
-    options = {} if tile is None else tile.compiler_options()
-    compiled = kernel[grid](*arguments, **constants, **options)
-    if compiled is not None:  # the interpreter compiles nothing
-        if len(_ready) >= MOST_READY:
-            _ready.clear()
-        _ready[key] = compiled, tuple(constants[name] for name in kernel.arg_names if name in constants)
-
-
-def is_one_program(sizes: Sizes, few_tokens: int) -> bool:
-    """True where Q (diag(s) K^T V), or its gradient, is one program a head."""
-    return sizes.tokens <= few_tokens and sizes.block_d * sizes.block_v <= LARGEST_STATE[sizes.itemsize]
-
-
-def forward_is_one_program(sizes: Sizes, device: torch.device) -> bool:
-    fills_chip = sizes.heads >= multiprocessors(device)
-    return is_one_program(sizes, FEW_TOKENS_OF_MANY_HEADS if fills_chip else FEW_TOKENS)
-
-
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, options: Options, *, order: str, keep: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Fill o. Returns what the gradient needs, (state [B, H, D, DV], norms [2, B, H, D]), complete if `keep`."""
-    sizes = sizes_of(q, k, v)
+    o = launcher.empty(x.B, x.N, x.H, x.DV, dtype=x.q.dtype)
+    if order == "kv" and not _forward_is_one_program(x):
+        return o, _forward_split(launcher, x, o, options, keep)
+    state = launcher.empty(*((x.heads, 2 * x.D) if order == "qk" else x.row_shape)) if keep else None
     if order == "qk":
-        return None, _forward_qk(q, k, v, o, options, sizes, keep)
-    if forward_is_one_program(sizes, q.device):
-        return _forward_head(q, k, v, o, options, sizes, keep)
-    return _forward_split(q, k, v, o, options, sizes)
-
-
-def state_of(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
-    """W = diag(s) K^T V [B, H, D, DV], float32."""
-    return _sums_forward(q, k, v, options, sizes_of(q, k, v))[0]
-
-
-def backward(tensors: tuple[Tensor, ...], state: Tensor | None, norms: Tensor, options: Options) -> None:
-    """Fill dq, dk and dv of (q, k, v, do, dq, dk, dv).
-
-    Without a state (the order was qk) tokens that do not fit one tile make it again.
-    """
-    q, k, v = tensors[:3]
-    sizes = sizes_of(q, k, v)
-    if state is None:
-        if sizes.fit_one_tile:
-            _backward_qk(tensors, norms, options, sizes)
-            return
-        # The gradient does not depend on the order of the products, and this way it is linear in the tokens.
-        state, norms = _sums_forward(q, k, v, options, sizes)
-    if is_one_program(sizes, FEW_TOKENS):
-        _backward_head(tensors, state, norms, options, sizes)
+        kernel, tile, own = kernels.attend, _tile(kernels.attend, x), _whole_blocks(x)
     else:
-        _backward_split(tensors, state, norms, options, sizes)
-
-
-def _forward_head(q, k, v, o, options: Options, sizes: Sizes, keep: bool) -> tuple[Tensor | None, Tensor | None]:
-    state = scratch(sizes.B, sizes.H, sizes.D, sizes.DV, like=q) if keep else None
-    norms = scratch(2, sizes.B, sizes.H, sizes.D, like=q) if keep else None
-
-    def launch(tile: Tile) -> None:
-        start(
-            kernels.forward_head, (sizes.heads, 1, 1),
-            q, k, v, o, state if keep else q, norms if keep else q, *_masks_and_gain(q, options),
-            options.gain, options.eps, sizes.heads, sizes.H, sizes.N, sizes.M, *_strides(q, k, v, o),
-            D=sizes.D, DV=sizes.DV, BLOCK_D=sizes.block_d, BLOCK_V=sizes.block_v, BLOCK_N=tile.rows,
-            SUM_ROWS=_sum_rows(sizes, tile), STAGES=tile.stages, WHOLE=sizes.tokens <= tile.rows, KEEP=keep,
-            **_flags(q, options, sizes), tile=tile,
-        )  # fmt: skip
-
-    launch_with_best_tile("forward_head", _problem(sizes, q.device), q.device, launch)
-    return state, norms
-
-
-def _forward_split(q, k, v, o, options: Options, sizes: Sizes) -> tuple[Tensor, Tensor]:
-    state, norms = _sums_forward(q, k, v, options, sizes)
-
-    def launch(tile: Tile) -> None:
-        start(
-            kernels.apply_forward, _apply_grid(sizes, sizes.N, tile, sizes.DV),
-            q, o, state, _mask(options.query_mask, q), sizes.H, sizes.N, tile.tiles, *_strides(q, o),
-            D=sizes.D, DV=sizes.DV, BLOCK_D=sizes.block_d, BLOCK_V=min(sizes.block_v, tile.columns),
-            BLOCK_N=tile.rows, QUERY_MASKED=options.query_mask is not None, PRECISION=_precision(q, sizes),
-            tile=tile,
-        )  # fmt: skip
-
-    launch_with_best_tile("apply_forward", _problem(sizes, q.device), q.device, launch)
-    return state, norms
-
-
-def _sums_forward(q, k, v, options: Options, sizes: Sizes) -> tuple[Tensor, Tensor]:
-    """W = diag(s) K^T V [B, H, D, DV] and the norms [2, B, H, D]: two launches."""
-    shares, norm_shares, splits = _outer_products(
-        k, v, q, sizes, norms=True, x_mask=options.key_mask, z_mask=options.query_mask
-    )
-    state = scratch(sizes.B, sizes.H, sizes.D, sizes.DV, like=q)
-    norms = scratch(2, sizes.B, sizes.H, sizes.D, like=q)
-    constants = _finishing(sizes, splits, options, q.device)
-    start(
-        kernels.finish_forward, (sizes.heads, parts(sizes.D, constants["ROWS"]), 1),
-        shares, norm_shares, state, norms, q if options.gains is None else options.gains,
-        options.gain, options.eps, sizes.heads, sizes.H, splits, **constants,
+        kernel, tile = kernels.forward_head, _tile(kernels.forward_head, x)
+        whole = max(x.N, x.M) <= tile.rows
+        own = {"BLOCK_N": tile.rows, "SUM_ROWS": _sum_rows(x, tile), "STAGES": tile.stages, "WHOLE": whole}
+    launcher.launch(
+        kernel, (x.heads, 1, 1),
+        (x.q, x.k, x.v, o, state, *options[:3]),
+        (*x.offsets, options.gain, options.eps, x.H, x.N, x.M, *x.strides, x.H * x.DV),
+        tile, KEEP=keep, **own, **_widths(x), PRECISION=_precision(x),
     )  # fmt: skip
-    return state, norms
+    return o, state
+
+
+def head_state(launcher: Launcher, x: Inputs, options: Options) -> Tensor:
+    """W = diag(s) K^T V and both norms, a row of `Inputs.row_shape` per head."""
+    splits, _ = _count_shares(x)
+    state = launcher.empty(*x.row_shape)
+    shares = _forward_shares(launcher, x, options, splits)
+    _finish(launcher, kernels.finish_forward, (shares, state), splits, x, options)
+    return state
+
+
+def _forward_split(launcher: Launcher, x: Inputs, o: Tensor, options: Options, keep: bool) -> Tensor | None:
+    """Fill o in two launches, or three where the shares are many. Returns the state."""
+    splits, few = _count_shares(x)
+    state = launcher.empty(*x.row_shape) if keep or not few else None
+    shares = _forward_shares(launcher, x, options, splits)
+    if not few:
+        assert state is not None
+        _finish(launcher, kernels.finish_forward, (shares, state), splits, x, options)
+    tile = _tile(kernels.apply_forward, x)
+    columns = min(padded(x.DV), tile.columns)
+    launcher.launch(
+        kernels.apply_forward, (x.heads, cdiv(x.N, tile.rows * tile.tiles), cdiv(x.DV, columns)),
+        (x.q, o, shares, state, options.query_mask, options.gains),
+        (options.gain, options.eps, x.heads, x.H, x.N, tile.tiles, *x.strides[:3], x.H * x.DV),
+        tile, BLOCK_N=tile.rows, SPLITS=splits if few else 0, KEEP=keep, PRECISION=_precision(x),
+        **{**_widths(x), "BLOCK_V": columns},
+    )  # fmt: skip
+    return state
+
+
+def _count_shares(x: Inputs) -> tuple[int, bool]:
+    """How many shares, and whether these are few."""
+    narrow = x.blocks[0] == x.blocks[1] <= tiles.NARROW_HEAD
+    return tiles.count_shares(max(x.N, x.M), x.heads, tiles.multiprocessors(x.q.device), narrow=narrow)
+
+
+def _forward_shares(launcher: Launcher, x: Inputs, options: Options, splits: int) -> Tensor:
+    xyz = (x.q, None, None) if x.k is None else (x.k, x.v, x.q)
+    return _outer_products(
+        launcher, xyz, x.offsets, x.strides[3:] + x.strides[:3], (x.M, x.N), x,
+        (options.key_mask, options.query_mask), splits, norms=True,
+    )  # fmt: skip
 
 
 def _outer_products(
-    x, y, z, sizes: Sizes, *, norms: bool, x_mask: Tensor | None, z_mask: Tensor | None
-) -> tuple[Tensor, Tensor, int]:
-    """Shares of X^T Y and of the norms of x and z, and how many there are."""
-    rows = max(x.shape[2], z.shape[2])
-    splits = min(parts(rows, SMALLEST_SHARE), parts(int(PROGRAMS * multiprocessors(x.device)), sizes.heads))
-    shares = scratch(splits, sizes.heads, sizes.D, sizes.DV, like=x)
-    norm_shares = scratch(splits, sizes.heads, 2, sizes.D, like=x) if norms else shares
-
-    def launch(tile: Tile) -> None:
-        columns = min(sizes.block_v, tile.columns)
-        start(
-            kernels.outer_products, (sizes.heads, splits, parts(sizes.DV, columns)),
-            x, y, z, shares, norm_shares, _mask(x_mask, x), _mask(z_mask, x),
-            sizes.heads, sizes.H, x.shape[2], z.shape[2], splits, *_strides(x, y, z),
-            D=sizes.D, DV=sizes.DV, BLOCK_D=sizes.block_d, BLOCK_V=columns, BLOCK_N=tile.rows,
-            SUM_ROWS=_sum_rows(sizes, tile), STAGES=tile.stages, NORMS=norms,
-            X_MASKED=x_mask is not None, Z_MASKED=z_mask is not None, PRECISION=_precision(x, sizes),
-            tile=tile,
-        )  # fmt: skip
-
-    launch_with_best_tile("outer_products", _problem(sizes, x.device), x.device, launch)
-    return shares, norm_shares, splits
+    launcher: Launcher, xyz, offsets, strides, rows, sizes: Inputs, masks, splits: int, *, norms: bool
+) -> Tensor:
+    """Shares of X^T Y and of the norms of x and z."""
+    shares = launcher.empty(splits, *sizes.row_shape)
+    tile = _tile(kernels.outer_products, sizes)
+    columns = min(padded(sizes.DV), tile.columns)
+    launcher.launch(
+        kernels.outer_products, (sizes.heads, splits, cdiv(sizes.DV, columns)),
+        (*xyz, shares, *masks),
+        (*offsets, sizes.heads, sizes.H, *rows, splits, *strides),
+        tile, BLOCK_N=tile.rows, SUM_ROWS=_sum_rows(sizes, tile), STAGES=tile.stages, NORMS=norms,
+        PRECISION=_precision(sizes),
+        **{**_widths(sizes), "BLOCK_V": columns},
+    )  # fmt: skip
+    return shares
 
 
-def _backward_head(tensors, state: Tensor, norms: Tensor, options: Options, sizes: Sizes) -> None:
-    q = tensors[0]
-
-    def launch(tile: Tile) -> None:
-        start(
-            kernels.backward_head, (sizes.heads, 1, 1),
-            *tensors, state, norms, *_masks_and_gain(q, options),
-            options.gain, options.eps, sizes.heads, sizes.H, sizes.N, sizes.M, *_strides(*tensors),
-            D=sizes.D, DV=sizes.DV, BLOCK_D=sizes.block_d, BLOCK_V=sizes.block_v, BLOCK_N=tile.rows,
-            WHOLE=tile.rows >= sizes.N, **_flags(q, options, sizes), tile=tile,
-        )  # fmt: skip
-
-    launch_with_best_tile("backward_head", _problem(sizes, q.device), q.device, launch)
-
-
-def _backward_split(tensors, state: Tensor, norms: Tensor, options: Options, sizes: Sizes) -> None:
-    q, do = tensors[0], tensors[3]
-    mask = options.query_mask
-    shares, _, splits = _outer_products(q, do, q, sizes, norms=False, x_mask=mask, z_mask=mask)
-    z = scratch(sizes.heads, sizes.D, sizes.DV, like=q)
-    pulls = scratch(2, sizes.heads, sizes.D, like=q)
-    constants = _finishing(sizes, splits, options, q.device)
-    start(
-        kernels.finish_backward, (sizes.heads, parts(sizes.D, constants["ROWS"]), 1),
-        shares, state, norms, z, pulls, q if options.gains is None else options.gains,
-        options.gain, options.eps, sizes.heads, sizes.H, splits, **constants,
+def _finish(launcher: Launcher, kernel, rows: tuple[Tensor, ...], splits: int, x: Inputs, options: Options) -> None:
+    few_heads = x.heads * cdiv(x.D, FINISHING_ROWS) < tiles.multiprocessors(x.q.device)
+    count = FINISHING_ROWS // 2 if few_heads else FINISHING_ROWS
+    launcher.launch(
+        kernel, (x.heads, cdiv(x.D, count), 1), (*rows, options.gains),
+        (options.gain, options.eps, x.heads, x.H, splits), Tile(count, warps=4),
+        D=x.D, DV=x.DV, ROWS=count, BLOCK_V=padded(x.DV), AT_ONCE=4 if splits <= 4 else 16,
     )  # fmt: skip
 
-    def launch(tile: Tile) -> None:
-        columns = min(max(sizes.block_d, sizes.block_v), tile.columns)
-        start(
-            kernels.apply_backward, _apply_grid(sizes, sizes.tokens, tile, max(sizes.D, sizes.DV)),
-            *tensors, state, z, pulls, _mask(options.query_mask, q), _mask(options.key_mask, q),
-            sizes.heads, sizes.H, sizes.N, sizes.M, tile.tiles, *_strides(*tensors),
-            D=sizes.D, DV=sizes.DV, BLOCK_D=sizes.block_d, BLOCK_V=sizes.block_v, BLOCK_C=columns,
-            BLOCK_N=tile.rows, QUERY_MASKED=options.query_mask is not None,
-            KEY_MASKED=options.key_mask is not None, PRECISION=_precision(q, sizes), tile=tile,
+
+def backward(
+    launcher: Launcher, x: Inputs, do: Tensor, state: Tensor, options: Options, *, order: str, is_packed: bool
+) -> Tensor:
+    """The gradients of q, k and v [tokens, heads, channels] in one flat tensor: see `grads_of`.
+
+    do is [B, N, H, DV] with contiguous channels.
+    """
+    C, CV = x.H * x.D, x.H * x.DV
+    grads = launcher.empty(x.B * (x.N * C + x.M * (C + CV)), dtype=x.q.dtype)
+    # Offsets of dk and dv, numbers per token of each.
+    layout = (C, 2 * C, 3 * C, 3 * C, 3 * C) if is_packed else (x.B * x.N * C, x.B * (x.N + x.M) * C, C, C, CV)
+    do_strides = (do.stride(0), do.stride(2), do.stride(1))
+    tensors = (x.q, x.k, x.v, do, grads)
+    offsets, strides = (*x.offsets, *layout[:2]), (*x.strides, *do_strides, *layout[2:])
+    common = {**_widths(x), "PRECISION": _precision(x)}
+    if order == "qk" or _is_one_program(x, tiles.FEW_TOKENS):
+        kernel = kernels.attend_backward if order == "qk" else kernels.backward_head
+        tile = _tile(kernel, x)
+        own = _whole_blocks(x) if order == "qk" else {"BLOCK_N": tile.rows, "WHOLE": tile.rows >= x.N}
+        launcher.launch(
+            kernel, (x.heads, 1, 1), (*tensors, state, *options[:3]),
+            (*offsets, options.gain, options.eps, x.H, x.N, x.M, *strides), tile, **own, **common,
         )  # fmt: skip
+        return grads
 
-    launch_with_best_tile("apply_backward", _problem(sizes, q.device), q.device, launch)
-
-
-def _forward_qk(q, k, v, o, options: Options, sizes: Sizes, keep: bool) -> Tensor | None:
-    whole = sizes.fit_one_tile
-    norms = scratch(2, sizes.B, sizes.H, sizes.D, like=q) if keep or not whole else None
-    if not whole:
-        start(
-            kernels.token_norms, (sizes.heads, 1, 1),
-            q, k, norms, _mask(options.query_mask, q), _mask(options.key_mask, q),
-            sizes.heads, sizes.H, sizes.N, sizes.M, *_strides(q, k),
-            D=sizes.D, BLOCK_D=sizes.block_d, BLOCK_N=32, SUM_ROWS=32,
-            QUERY_MASKED=options.query_mask is not None, KEY_MASKED=options.key_mask is not None,
-        )  # fmt: skip
-
-    def launch(tile: Tile) -> None:
-        rows_q, rows_k = (padded(sizes.N), padded(sizes.M)) if whole else (tile.rows, tile.rows)
-        start(
-            kernels.attend, (sizes.heads, parts(sizes.N, rows_q), 1),
-            q, k, v, o, q if norms is None else norms, *_masks_and_gain(q, options),
-            options.gain, options.eps, sizes.heads, sizes.H, sizes.N, sizes.M, *_strides(q, k, v, o),
-            D=sizes.D, DV=sizes.DV, BLOCK_D=sizes.block_d, BLOCK_V=sizes.block_v, BLOCK_N=rows_q, BLOCK_M=rows_k,
-            WHOLE=whole, KEEP=keep, **_flags(q, options, sizes), tile=tile,
-        )  # fmt: skip
-
-    launch_with_best_tile("attend", _problem(sizes, q.device), q.device, launch)
-    return norms
+    mask, (splits, few) = options.query_mask, _count_shares(x)
+    shares = _outer_products(
+        launcher, (x.q, do, None), (0, 0), (*x.strides[:3], *do_strides, *x.strides[:3]), (x.N, x.N), x,
+        (mask, mask), splits, norms=False,
+    )  # fmt: skip
+    sums = None
+    if not few:
+        sums = launcher.empty(*x.row_shape)
+        _finish(launcher, kernels.finish_backward, (shares, state, sums), splits, x, options)
+    tile = _tile(kernels.apply_backward, x)
+    columns = min(max(x.blocks), tile.columns)
+    grid = x.heads, cdiv(max(x.N, x.M), tile.rows * tile.tiles), cdiv(max(x.D, x.DV), columns)
+    launcher.launch(
+        kernels.apply_backward, grid, (*tensors, shares, state, sums, *options[:3]),
+        (*offsets, options.gain, options.eps, x.heads, x.H, x.N, x.M, tile.tiles, *strides),
+        tile, BLOCK_C=columns, BLOCK_N=tile.rows, SPLITS=splits if few else 0, **common,
+    )  # fmt: skip
+    return grads
 
 
-def _backward_qk(tensors, norms: Tensor, options: Options, sizes: Sizes) -> None:
-    q = tensors[0]
-
-    def launch(tile: Tile) -> None:
-        start(
-            kernels.attend_backward, (sizes.heads, 1, 1),
-            *tensors, norms, *_masks_and_gain(q, options),
-            options.gain, options.eps, sizes.heads, sizes.H, sizes.N, sizes.M, *_strides(*tensors),
-            D=sizes.D, DV=sizes.DV, BLOCK_D=sizes.block_d, BLOCK_V=sizes.block_v,
-            BLOCK_N=padded(sizes.N), BLOCK_M=padded(sizes.M), **_flags(q, options, sizes), tile=tile,
-        )  # fmt: skip
-
-    launch_with_best_tile("attend_backward", _problem(sizes, q.device), q.device, launch)
+def grads_of(grads: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv, views of the flat tensor that `backward` returns for unpacked inputs."""
+    parts = grads.split([q.numel(), k.numel(), v.numel()])
+    dq, dk, dv = (
+        part.view(t.shape[0], t.shape[2], t.shape[1], t.shape[3]).transpose(1, 2)
+        for part, t in zip(parts, (q, k, v), strict=True)
+    )
+    return dq, dk, dv
 
 
-def _precision(q: Tensor, sizes: Sizes) -> str:
-    narrow = q.dtype == torch.float32 and max(sizes.block_d, sizes.block_v) <= NARROW
-    return "ieee" if narrow else PRECISION[q.dtype]
+def _forward_is_one_program(x: Inputs) -> bool:
+    fills_chip = x.heads >= tiles.multiprocessors(x.q.device)
+    return _is_one_program(x, tiles.FEW_TOKENS_OF_MANY_HEADS if fills_chip else tiles.FEW_TOKENS)
 
 
-@functools.lru_cache(maxsize=1024)
-def _problem(sizes: Sizes, device: torch.device) -> Problem:
-    fills_chip = sizes.heads >= 2 * multiprocessors(device)
-    return Problem(sizes.tokens, sizes.heads, max(sizes.block_d, sizes.block_v), sizes.itemsize, fills_chip)
+def _is_one_program(x: Inputs, few: int) -> bool:
+    return tiles.is_one_program(max(x.N, x.M), *x.blocks, x.q.element_size(), few=few)
 
 
-def _apply_grid(sizes: Sizes, rows: int, tile: Tile, width: int) -> tuple[int, int, int]:
-    columns = min(padded(width), tile.columns)
-    return sizes.heads, parts(rows, tile.rows * tile.tiles), parts(width, columns)
+def _tile(kernel: Any, x: Inputs) -> Tile:
+    device = x.q.device
+    fills_chip = x.heads >= 2 * tiles.multiprocessors(device)
+    converted = x.q.dtype == torch.float16
+    problem = Problem(
+        max(x.N, x.M), max(x.blocks), x.q.element_size(), fills_chip, tiles.shared_memory(device), converted
+    )
+    return choose_tile(kernel.fn.__name__, problem)
 
 
-def _finishing(sizes: Sizes, splits: int, options: Options, device: torch.device) -> dict[str, Any]:
-    few = sizes.heads * parts(sizes.D, FINISHING_ROWS) < multiprocessors(device)
-    return {
-        "D": sizes.D,
-        "DV": sizes.DV,
-        "ROWS": FINISHING_ROWS // 2 if few else FINISHING_ROWS,
-        "BLOCK_V": sizes.block_v,
-        "AT_ONCE": min(16, power_of_two(splits)),
-        "GAIN_BY_IMAGE": options.gains is not None,
-    }
+def _precision(x: Inputs) -> str:
+    narrow = x.q.dtype == torch.float32 and max(x.blocks) <= NARROW
+    return "ieee" if narrow else PRECISION[x.q.dtype]
 
 
-def _sum_rows(sizes: Sizes, tile: Tile) -> int:
-    """Rows of a tile that one pass of all threads covers, 16 bytes a thread."""
-    return min(tile.rows, max(16, tile.warps * 256 // sizes.block_d))
+def _widths(x: Inputs) -> dict[str, int]:
+    block_d, block_v = x.blocks
+    return {"D": x.D, "DV": x.DV, "BLOCK_D": block_d, "BLOCK_V": block_v}
 
 
-def _strides(*tensors: Tensor) -> list[int]:
-    return [stride for t in tensors for stride in t.stride()[:3]]
+def _whole_blocks(x: Inputs) -> dict[str, int]:
+    """Blocks that hold all queries and all keys of a head."""
+    block_n, block_m = (next(rows for rows in (16, 32, 64, 128) if count <= rows) for count in (x.N, x.M))
+    return {"BLOCK_N": block_n, "BLOCK_M": block_m}
 
 
-def _mask(mask: Tensor | None, any_tensor: Tensor) -> Tensor:
-    """The mask as bytes, or any pointer at all where there is none."""
-    return any_tensor if mask is None else mask.contiguous().view(torch.uint8)
-
-
-def _masks_and_gain(q: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor]:
-    return _mask(options.query_mask, q), _mask(options.key_mask, q), q if options.gains is None else options.gains
-
-
-def _flags(q: Tensor, options: Options, sizes: Sizes) -> dict[str, Any]:
-    return {
-        "QUERY_MASKED": options.query_mask is not None,
-        "KEY_MASKED": options.key_mask is not None,
-        "GAIN_BY_IMAGE": options.gains is not None,
-        "PRECISION": _precision(q, sizes),
-    }
+def _sum_rows(x: Inputs, tile: Tile) -> int:
+    """Rows of a tile that one pass of all threads covers, 16 bytes per thread."""
+    return min(tile.rows, max(16, tile.warps * 256 // x.blocks[0]))

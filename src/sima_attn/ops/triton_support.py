@@ -1,0 +1,75 @@
+"""Which tensors the Triton kernels can take, found out without importing triton."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+
+import torch
+from torch import Tensor, nn
+
+from sima_attn.ops.triton_tiles import LARGEST_HEAD, fits_one_tile
+
+LARGEST_OFFSET = 2**31  # the kernels index the numbers of one head with 32 bits
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+SMALLEST_CAPABILITY = (8, 0)
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch: kernels run on the CPU, slowly
+
+
+def unsupported_reason(q: Tensor, k: Tensor, v: Tensor, order: str = "auto") -> str | None:
+    """Why the kernels cannot take these tensors in this order, or None where they can."""
+    N, M, D, Dv = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
+    reason = _unsupported_device(q.device)
+    if reason is not None:
+        return reason
+    if q.dtype not in DTYPES:
+        return f"they compute in float16, bfloat16 and float32, got {q.dtype}"
+    if D > LARGEST_HEAD or Dv > LARGEST_HEAD:
+        return f"they support at most {LARGEST_HEAD} channels per head, got D={D} and Dv={Dv}"
+    if order == "qk" and not fits_one_tile(N, M, D, Dv, q.element_size()):
+        return f"order 'qk' needs all tokens of a head in one tile, got N={N}, M={M}, D={D}, Dv={Dv}; use order='kv'"
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if t.stride(3) != 1 and t.shape[3] != 1:
+            return f"the channels of {name} must be contiguous; use {name}.contiguous()"
+        if t.shape[2] * max(t.stride(2), 1) >= LARGEST_OFFSET:
+            return f"{name} is too large: a head must span fewer than 2**31 numbers"
+    return None
+
+
+def _unsupported_device(device: torch.device) -> str | None:
+    if not HAS_TRITON:
+        return "the package triton is not installed"
+    if device.type == "cpu":
+        return None if INTERPRETED else "they run on CUDA devices, got a tensor on the CPU"
+    if device.type != "cuda":
+        return f"they run on CUDA devices, got a tensor on {device}"
+    # torch.compile cannot trace the query.
+    if not torch.compiler.is_compiling() and _is_too_old(device):
+        return "they need a GPU of compute capability 8.0 (Ampere) or newer"
+    return None
+
+
+@functools.cache
+def _is_too_old(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) < SMALLEST_CAPABILITY
+
+
+def is_plain_call(*tensors: Tensor | None) -> bool:
+    """True where nothing but torch's autograd looks at a call: no compiler, tracer, mode, transform or subclass."""
+    if torch.compiler.is_compiling():
+        return False
+    for t in tensors:
+        if t is not None and type(t) is not Tensor and type(t) is not nn.Parameter:
+            return False
+    return (
+        torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.maybe_current_level() is None
+        and not torch.jit.is_tracing()
+    )
+
+
+def describe(t: Tensor | None) -> tuple | None:
+    """Everything that the checks of a call, its kernels and their compilation depend on."""
+    return None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15)
