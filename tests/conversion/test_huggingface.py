@@ -1,12 +1,14 @@
 """transformers' models built from small configurations, converted, saved and loaded. Nothing is downloaded."""
 
 import json
+import logging
 
 import pytest
 import torch
 
 from closeness import assert_close
-from sima_attn.conversion import convert
+from sima_attn.conversion import convert, load_pretrained
+from sima_attn.conversion.huggingface import SEALS, register, sima_for_transformers
 from sima_attn.ops import ExpCounter
 
 transformers = pytest.importorskip("transformers")
@@ -36,6 +38,30 @@ SILENT = {
     "cvt": ("CvtModel", "CvtConfig", {"embed_dim": [16, 48, 96], "depth": [1, 2, 3], "image_size": 32}),
     "pvt_v2": ("PvtV2Model", "PvtV2Config", {"depths": [1, 1, 1, 1], "image_size": 32}),
 }
+
+
+TEXT = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+TOKENS = {"vocab_size": 9, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+NESTED = {"clip": ("CLIPModel", "CLIPConfig"), "siglip": ("SiglipModel", "SiglipConfig")}
+SAVED = ["clip", "siglip", "clip_vision", "siglip_vision", "vit", "vit_classifier", "dinov2", "beit"]
+
+
+def build_to_save(name):
+    """A model, and the part of it that is converted: of those with text the vision model."""
+    if name not in NESTED:
+        model = build(HONOURED, name.removesuffix("_vision"))
+        return model, model
+    model, config = (getattr(transformers, part) for part in NESTED[name])
+    torch.manual_seed(0)
+    model = model(config(text_config={**TEXT, **TOKENS}, vision_config=VISION)).eval()
+    return model, model.vision_model
+
+
+def features(model):
+    if not hasattr(model, "get_image_features"):
+        return outputs(model, pixel_values=image())
+    with torch.no_grad():
+        return model.get_image_features(pixel_values=image()).pooler_output
 
 
 def build(table, name):
@@ -97,29 +123,123 @@ def test_a_model_with_a_bias_of_token_pairs_is_refused_and_left_as_it_was():
     assert torch.equal(outputs(model, pixel_values=image()), before)
 
 
-@pytest.mark.parametrize("name", ["vit", "clip"])
-def test_saved_and_loaded_it_is_still_sima(name, tmp_path):
-    model = build(HONOURED, name)
-    convert(model, token_ref=9)
-    expected = outputs(model, pixel_values=image())
+@pytest.mark.parametrize("name", SAVED)
+def test_saved_and_loaded_twice_it_is_still_sima(name, tmp_path):
+    model, part = build_to_save(name)
+    convert(part, token_ref=9)
+    expected = features(model)
     model.save_pretrained(tmp_path / "once")
-    loaded = type(model).from_pretrained(tmp_path / "once").eval()
-    assert_close(outputs(loaded, pixel_values=image()), expected, 1e-6)
+    loaded = load_pretrained(type(model), tmp_path / "once")  # and not run before it is saved again
     loaded.save_pretrained(tmp_path / "twice")
-    again = type(model).from_pretrained(tmp_path / "twice").eval()
-    assert_close(outputs(again, pixel_values=image()), expected, 1e-6)
+    again = load_pretrained(type(model), tmp_path / "twice").eval()
+    assert_close(features(again), expected, 1e-6)
 
 
-def test_loaded_without_sima_it_fails_loudly(tmp_path):
+@pytest.mark.parametrize("name", SAVED)
+def test_no_way_of_transformers_loads_it_as_softmax(name, tmp_path, caplog):
+    model, part = build_to_save(name)
+    convert(part)
+    model.save_pretrained(tmp_path / "once")
+    load_pretrained(type(model), tmp_path / "once").save_pretrained(tmp_path / "twice")
+    for folder in (tmp_path / "once", tmp_path / "twice"):
+        ways = [
+            lambda path: type(model).from_pretrained(path),
+            lambda path: type(part).from_pretrained(path),
+            lambda path: type(model).from_pretrained(path, attn_implementation="sdpa"),
+            transformers.AutoModel.from_pretrained,
+            transformers.AutoConfig.from_pretrained,
+        ]
+        for load in ways:
+            with pytest.raises(AttributeError, match="has no setter"):
+                load(folder)
+    with pytest.raises(AttributeError, match="has no setter"):
+        type(model.config)(**model.config.to_dict())
+    # Nothing but what is shown without any setting of the log says how.
+    assert "load this model with sima_attn.conversion.load_pretrained" in caplog.text
+
+
+@pytest.fixture(autouse=True)
+def transformers_log_is_captured(monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+
+
+def test_either_seal_is_enough(tmp_path):
     model = build(HONOURED, "vit")
     convert(model)
     model.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config["attn_implementation"] == "sima"
-    config["attn_implementation"] = "sima_of_a_process_that_did_not_import_sima_attn"
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="not supported"):
+    entries = json.loads((tmp_path / "config.json").read_text())
+    for seal in SEALS:
+        one = {key: value for key, value in entries.items() if key not in SEALS or key == seal}
+        (tmp_path / "config.json").write_text(json.dumps(one))
+        with pytest.raises(AttributeError, match="has no setter"):
+            transformers.ViTModel.from_pretrained(tmp_path)
+        assert load_pretrained(transformers.AutoModel, tmp_path).config._attn_implementation == "sima"
+
+
+def test_a_part_of_a_converted_model_is_loaded_alone(tmp_path):
+    model, part = build_to_save("clip")
+    convert(part)
+    model.save_pretrained(tmp_path)
+    loaded = load_pretrained(transformers.CLIPVisionModel, tmp_path).eval()
+    assert_close(outputs(loaded, pixel_values=image()), outputs(part, pixel_values=image()), 1e-6)
+
+
+def test_a_model_built_with_the_setting_is_sealed_by_its_first_forward(tmp_path):
+    register()
+    config = transformers.ViTConfig(**VISION)
+    model = transformers.AutoModel.from_config(config, attn_implementation="sima").eval()
+    outputs(model, pixel_values=image())
+    model.save_pretrained(tmp_path)
+    with pytest.raises(AttributeError, match="has no setter"):
         transformers.ViTModel.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["vit", "clip"])
+def test_after_undo_it_is_saved_as_it_was(name, tmp_path):
+    model, part = build_to_save(name)
+    before, entries = features(model), model.config.to_dict()
+    convert(part, token_ref=9).undo()
+    assert model.config.to_dict() == entries
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="holds no model that was converted to SimA: load it with from_pretrained"):
+        load_pretrained(type(model), tmp_path)
+    assert torch.equal(features(type(model).from_pretrained(tmp_path).eval()), before)
+
+
+def test_a_converted_part_stays_so_when_the_whole_cannot_be_converted():
+    model, part = build_to_save("clip")
+    convert(part, token_ref=9)
+    entries, expected = model.config.to_dict(), features(model)
+    ids = torch.ones(1, 4, dtype=torch.long)
+    with pytest.raises(ValueError, match="is causal, which SimA cannot be"):
+        convert(model, example_inputs={"input_ids": ids, "pixel_values": image(1)})
+    assert model.config.to_dict() == entries
+    assert torch.equal(features(model), expected)
+
+
+def test_what_is_sima_already_is_said_to_be():
+    model = build(HONOURED, "vit")
+    convert(model)
+    with pytest.raises(ValueError, match="the attentions of this ViTModel are 'sima' already"):
+        convert(model)
+
+
+def test_the_proof_changes_no_mode():
+    model = build(HONOURED, "vit").train()
+    model.embeddings.eval()  # a frozen part
+    modes = [module.training for module in model.modules()]
+    assert convert(model).proven
+    assert [module.training for module in model.modules()] == modes
+
+
+def test_a_compiled_part_takes_the_conversion():
+    torch._dynamo.reset()
+    model, plain = build(HONOURED, "vit"), build(HONOURED, "vit")
+    convert(plain)
+    model.layers[0] = torch.compile(model.layers[0], backend="eager")
+    outputs(model, pixel_values=image())
+    assert len(convert(model).converted) == 2
+    assert_close(outputs(model, pixel_values=image()), outputs(plain, pixel_values=image()), 1e-5)
 
 
 def test_token_ref_reaches_the_operator():
@@ -184,3 +304,25 @@ def test_a_converted_model_compiles_to_one_graph():
     convert(model)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert_close(outputs(compiled, pixel_values=image()), outputs(model, pixel_values=image()), 1e-5)
+
+
+def test_padding_of_the_keys_hides_no_query_of_cross_attention():
+    """Not even where there are as many queries as keys."""
+
+    class CrossAttention(torch.nn.Module):
+        pass
+
+    class SelfAttention(torch.nn.Module):
+        pass
+
+    q, k, v = torch.randn(3, 1, 2, 6, 4)
+    mask = (torch.arange(6) < 3).expand(1, 1, 6, 6)
+    across, _ = sima_for_transformers(CrossAttention(), q, k, v, attention_mask=mask)
+    within, _ = sima_for_transformers(SelfAttention(), q, k, v, attention_mask=mask)
+    assert (across != 0).all()
+    assert (within[:, 3:] == 0).all()
+
+
+def test_the_attention_of_a_converted_model_is_not_chosen_when_it_is_loaded(tmp_path):
+    with pytest.raises(ValueError, match="attn_implementation and config are those of the converted model"):
+        load_pretrained(transformers.ViTModel, str(tmp_path), attn_implementation="sdpa")

@@ -5,6 +5,8 @@ import timm
 import torch
 import torchvision
 from torch import nn
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import weight_norm
 
 from closeness import assert_close
 from sima_attn.conversion import convert
@@ -151,6 +153,9 @@ def test_the_report_reads_like_one():
 def test_an_attention_that_computes_the_same_is_not_said_to_need_fine_tuning(name, attention):
     model, x = build(name)
     with torch.no_grad():
+        for parameter, value in model.named_parameters():
+            if parameter.endswith("temperature"):  # XCA's, one per head; new ones are 1
+                value.copy_(torch.linspace(0.2, 9.0, len(value)).view_as(value))
         before = model(x)
         report = convert(model, attention)
         assert_close(model(x), before, 1e-5)
@@ -211,8 +216,9 @@ def test_wrong_use_is_named():
     model, _ = build("deit_tiny_patch16_224")
     with pytest.raises(ValueError, match="did you mean 'sima'"):
         convert(model, "smia")
-    with pytest.raises(ValueError, match="example_inputs is for transformers' models"):
-        convert(model, example_inputs={})
+    with pytest.raises(ValueError, match=r"does not run on an image of \[1, 3, 5, 5\] .*pass example_inputs"):
+        convert(model, example_inputs=torch.zeros(1, 3, 5, 5))
+    assert type(model.blocks[0].attn) is timm.layers.Attention
     with pytest.raises(ValueError, match="the model itself is a MultiheadAttention"):
         convert(nn.MultiheadAttention(16, 4))
     with pytest.raises(ValueError, match=r"takes order, token_ref, eps only"):
@@ -248,6 +254,7 @@ def test_hooks_go_along_until_their_handle_removes_them(name):
     ]
     report = convert(model)
     new = model.get_submodule(path)
+    called.clear()  # of the forward that proves the conversion
     model(x).sum().backward()
     assert called == [("before", new), ("after", new), ("back", new)]
     handles[0].remove()
@@ -299,3 +306,250 @@ def test_what_cannot_be_converted_is_said():
     convert(model)
     with pytest.raises(ValueError, match="are 'sima' already"):
         convert(model)
+
+
+def softmaxes(model, *inputs):
+    with torch.no_grad(), ExpCounter() as counter, torch.compiler.set_stance("force_eager"):
+        model(*inputs)
+    return counter.counts["softmax"] + counter.counts["scaled_dot_product_attention"]
+
+
+def attention_types(model):
+    return {path: type(module) for path, module in model.named_modules()}
+
+
+@pytest.mark.parametrize("how", ["torch.compile", "module.compile"])
+def test_compiled_attentions_are_refused_and_the_model_is_left_as_it_was(how):
+    model, x = build("deit_tiny_patch16_224")
+    if how == "torch.compile":
+        model.blocks[1].attn = torch.compile(model.blocks[1].attn, backend="eager")
+    else:
+        model.blocks[1].attn.compile(backend="eager")
+    before, types = softmaxes(model, x), attention_types(model)
+    with pytest.raises(ValueError, match=r"blocks\.1\.attn.* is compiled; convert the model first, then compile it"):
+        convert(model)
+    assert softmaxes(model, x) == before
+    assert attention_types(model) == types
+    convert(model, where=lambda path, module: path.startswith("blocks.0."))
+
+
+@pytest.mark.parametrize("how", ["model", "block", "block.compile"])
+def test_a_conversion_inside_something_compiled_takes_effect(how):
+    torch._dynamo.reset()
+    model, x = build("deit_tiny_patch16_224")
+    plain = timm.create_model("deit_tiny_patch16_224", **SMALL_VIT).eval()
+    plain.load_state_dict(model.state_dict())
+    convert(plain)
+    if how == "model":
+        model = torch.compile(model, backend="eager")
+    elif how == "block":
+        model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
+    else:
+        model.blocks[0].compile(backend="eager")
+    with torch.no_grad():
+        model(x)
+        assert convert(model).proven
+        assert_close(model(x), plain(x), 1e-5)
+
+
+class Stubborn(nn.Module):
+    """Calls the attention it was built with, whatever takes its place."""
+
+    image_size = 4
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 1)
+        self.attn = timm.layers.Attention(16, 4)
+        self.call = self.attn.__call__
+
+    def forward(self, x):
+        return self.call(self.stem(x).flatten(2).mT)
+
+
+def test_a_conversion_without_effect_is_an_error_and_undone():
+    model = Stubborn()
+    types = attention_types(model)
+    with pytest.raises(ValueError, match=r"did not run in one forward of the model: attn\."):
+        convert(model)
+    assert attention_types(model) == types
+
+
+def test_the_proof_needs_an_input_and_the_report_says_so():
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 1)
+    report = convert(model)
+    assert not report.proven
+    assert "Not run: no input of this model is known. Pass example_inputs" in str(report)
+    report.undo()
+    for inputs in (torch.zeros(1, 3, 16), (torch.zeros(1, 3, 16),), {"src": torch.zeros(1, 3, 16)}):
+        report = convert(model, example_inputs=inputs)
+        assert report.proven
+        assert "Not run" not in str(report)
+        report.undo()
+
+
+def test_the_proof_changes_no_mode():
+    model, _ = build("deit_tiny_patch16_224")
+    model.train()
+    model.blocks[0].eval()  # a frozen part
+    model.blocks[1].attn.proj_drop.eval()
+    model.blocks[1].attn.attn_drop.eval()
+    modes = {path: module.training for path, module in model.named_modules()}
+    report = convert(model)
+    converted = {path: module.training for path, module in model.named_modules()}
+    assert converted | {"blocks.1.attn.attn_drop": False} == modes  # a new one, in the mode of the attention
+    report.undo()
+    assert {path: module.training for path, module in model.named_modules()} == modes
+
+
+def test_undo_follows_the_model():
+    model, x = build("xcit_nano_12_p16_224")
+    model.train()
+    report = convert(model)
+    model.eval().double()  # the temperature of XCA is not in the model now
+    report.undo()
+    assert not any(module.training for module in model.modules())
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
+    model(x.double())
+
+
+def test_undo_keeps_a_precision_that_was_there_before():
+    model, _ = build("xcit_nano_12_p16_224")
+    model.blocks[0].attn.temperature.data = model.blocks[0].attn.temperature.data.double()
+    convert(model).undo()
+    assert model.blocks[0].attn.temperature.dtype == torch.float64
+
+
+def test_undo_gives_back_the_trained_bias_of_beit():
+    model, _ = build("beit_base_patch16_224")
+    report = convert(model)
+    bias = model.blocks[0].attn.qkv.bias
+    bias.data = torch.arange(3 * 48.0)
+    report.undo()
+    attention = model.blocks[0].attn
+    assert torch.equal(attention.q_bias, torch.arange(48.0))
+    assert torch.equal(attention.v_bias, 96 + torch.arange(48.0))
+
+
+def test_undo_gives_back_weights_that_were_assigned():
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(16, 4)})
+    report = convert(model)
+    state = {key: torch.ones_like(value) for key, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    report.undo()
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+
+
+def test_a_hook_that_came_after_the_conversion_stays_after_undo():
+    model, x = build("deit_tiny_patch16_224")
+    report, called = convert(model), []
+    model.blocks[0].attn.register_full_backward_hook(lambda module, *_: called.append(module))
+    report.undo()
+    model(x).sum().backward()
+    assert called == [model.blocks[0].attn]
+
+
+def test_the_report_lists_what_went_along_and_what_did_not():
+    model, _ = build("deit_tiny_patch16_224")
+    attention = model.blocks[0].attn
+    attention.gain = nn.Parameter(torch.ones(1))
+    attention.register_buffer("seen", torch.zeros(1))
+    attention.probe = nn.Sequential(nn.Linear(2, 2, bias=False))
+    attention.tap = nn.Identity()
+    report = convert(model)
+    first, second = report.converted
+    assert first.kept == second.kept == ("qkv.weight", "qkv.bias", "proj.weight", "proj.bias")
+    assert set(first.dropped) == {"gain", "seen", "probe.0.weight", "tap"}
+    assert second.dropped == ()
+    report.undo()
+    assert model.blocks[0].attn is attention
+    assert {"gain", "seen", "probe.0.weight"} <= attention.state_dict().keys()
+
+
+@pytest.mark.parametrize("name", TIMM)
+def test_what_is_said_to_be_kept_is_in_the_converted_model(name):
+    model, _ = build(name)
+    old = {path: dict(module.named_parameters()) for path, module in model.named_modules()}
+    for one in convert(model).converted:
+        new = {id(parameter) for parameter in model.get_submodule(one.path).parameters()}
+        moved = {"q_bias", "v_bias"} if "beit" in name else set()  # into the bias of one layer
+        assert {name for name, tensor in old[one.path].items() if id(tensor) in new} | moved == set(one.kept)
+        assert set(old[one.path]) == set(one.kept) | (set(one.dropped) & set(old[one.path]))
+
+
+class Lora(nn.Module):
+    """A layer around a linear one, as adapters are."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.in_features, self.out_features = base, base.in_features, base.out_features
+        self.weight = base.weight
+
+
+class Int8(torch.Tensor):
+    """A tensor of another class, as quantized weights are."""
+
+
+def quantize(attention):
+    from torch.ao.nn.quantized.dynamic import Linear
+
+    attention.proj = Linear(48, 48)
+
+
+CHANGES = {
+    "LoRA": (lambda a: setattr(a, "qkv", Lora(a.qkv)), r"its qkv is a .*Lora, not a torch\.nn\.Linear"),
+    "quantized": (quantize, r"its proj is a torch\.ao\..*Linear, not a torch\.nn\.Linear"),
+    "quantized tensor": (
+        lambda a: setattr(a.proj, "weight", nn.Parameter(a.proj.weight.data.as_subclass(Int8))),
+        "its proj.weight is a Int8; convert the model before quantizing",
+    ),
+    "pruned": (lambda a: prune.l1_unstructured(a.qkv, "weight", 0.5), "its qkv is pruned or parametrized"),
+    "parametrized": (lambda a: weight_norm(a.proj), "its proj is pruned or parametrized"),
+    "patched": (lambda a: setattr(a, "forward", lambda x: x), "its forward was replaced on this instance"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("change", CHANGES)
+def test_attentions_that_were_changed_are_refused_before_anything_is_converted(change):
+    model, _ = build("deit_tiny_patch16_224")
+    apply, reason = CHANGES[change]
+    apply(model.blocks[1].attn)
+    types = attention_types(model)
+    with pytest.raises(ValueError, match=rf"blocks\.1\.attn cannot be converted: {reason}"):
+        convert(model)
+    assert attention_types(model) == types
+
+
+@pytest.mark.parametrize("change", ["pruned", "parametrized"])
+def test_a_changed_multihead_attention_is_refused_too(change):
+    attention = nn.MultiheadAttention(16, 4)
+    if change == "pruned":
+        prune.l1_unstructured(attention, "in_proj_weight", 0.5)
+    else:
+        weight_norm(attention, "in_proj_weight")
+    with pytest.raises(ValueError, match="first cannot be converted: it is pruned or parametrized"):
+        convert(nn.ModuleDict({"first": attention}))
+
+
+def test_what_is_sima_already_is_said_to_be():
+    model, _ = build("deit_tiny_patch16_224")
+    convert(model, where=lambda path, module: "0" in path)
+    report = convert(model)
+    assert [one.path for one in report.converted] == ["blocks.1.attn"]
+    assert [(one.path, one.reason) for one in report.skipped] == [("blocks.0.attn", "it is 'sima' already")]
+    with pytest.raises(ValueError, match="are 'sima' already"):
+        convert(model)
+    with pytest.raises(ValueError, match="SimAttention of this package, which is not converted; build the model"):
+        convert(model, "elu")
+    for parts in ([SimMultiheadAttention(8, 2)], [SimClassAttention(8, 2)]):
+        with pytest.raises(ValueError, match="are 'sima' already"):
+            convert(nn.ModuleList(parts))
+
+
+def test_undo_says_where_a_converted_attention_is_gone():
+    model = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=32)
+    report = convert(model)
+    model.blocks[0].attn = torch.nn.Identity()
+    with pytest.raises(ValueError, match=r"blocks.0.attn is not the converted attention any more"):
+        report.undo()

@@ -2,12 +2,18 @@
 
 Several model families accept the setting and never call it. So one forward is run, the attentions that called
 ours are counted, and a model that called none is put back and refused.
+
+transformers does not save the choice, and what it reads of it from the configuration of a part (the vision model of
+CLIP) it overwrites. So a converted configuration is sealed: it is written with an entry that makes transformers
+refuse to read it, in any program and at any depth, and `load_pretrained` reads it.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,13 +21,19 @@ from torch import Tensor, nn
 
 from sima_attn.conversion.modules import looks_like_attention
 from sima_attn.conversion.report import ConversionReport, Converted, Skipped
+from sima_attn.conversion.trial import run_once
 from sima_attn.ops import sima_attention
 from sima_attn.ops.api import check_token_ref
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 NAME = "sima"
+TOKEN_REF = "sima_token_ref"
+# Properties of every configuration that cannot be set: an entry of that name in config.json is an error on loading.
+# In a live configuration the property hides the entry. Two, because transformers may drop one of them.
+SEALS = ("use_return_dict", "sub_configs")
+SEAL = "converted to SimA attention: load this model with sima_attn.conversion.load_pretrained(MODEL_CLASS, PATH)"
 
 
 def is_pretrained_model(model: nn.Module) -> bool:
@@ -48,20 +60,29 @@ def convert_pretrained(
     if unknown:
         raise ValueError(f"options for transformers' models: token_ref; got {sorted(unknown)}")
     check_token_ref(options.get("token_ref"))
+    if model.config._attn_implementation == NAME:
+        raise ValueError(f"the attentions of this {type(model).__name__} are 'sima' already")
     register()
-    before = model.config._attn_implementation
     inputs = example_inputs if example_inputs is not None else _example_image(model)
+    own = (*SEALS, TOKEN_REF)
+    before = [
+        (config, config._attn_implementation, {key: vars(config)[key] for key in own if key in vars(config)})
+        for config in _configs(model)
+    ]
 
     def undo() -> None:
-        for config in _configs(model):
-            vars(config).pop("sima_token_ref", None)
-            vars(config).pop("attn_implementation", None)
-        model.set_attn_implementation(before)
+        for config, implementation, entries in before:
+            config._attn_implementation_internal = implementation
+            for key in own:
+                vars(config).pop(key, None)
+            vars(config).update(entries)
 
-    model.set_attn_implementation(NAME)
-    for config in _configs(model):
-        config.sima_token_ref = options.get("token_ref")
     try:
+        model.set_attn_implementation(NAME)
+        for config, *_ in before:
+            # Also those that only a part holds, such as the decoder of ViT-MAE: loaded again, it gets the model's.
+            config._attn_implementation_internal = NAME
+            setattr(config, TOKEN_REF, options.get("token_ref"))
         callers = _callers(model, inputs)
     except BaseException:
         undo()
@@ -75,10 +96,9 @@ def convert_pretrained(
             if looks_like_attention(module)
         ]
         return
-    for config in _configs(model):
-        # Written to config.json by save_pretrained and read by from_pretrained: with sima_attn imported the
-        # model comes back with SimA, without it transformers refuses the unknown attention.
-        config.attn_implementation = NAME
+    for config, *_ in before:
+        _seal(config)
+    report.proven = True
     report._undo.append(undo)
     for path, module in model.named_modules():
         if module in callers:
@@ -92,6 +112,57 @@ def _belongs_to(callers: set[nn.Module], path: str, module: nn.Module, report: C
     """True for the modules around and inside a converted attention, which are part of it."""
     inside = any(path.startswith(f"{one.path}.") for one in report.converted)
     return inside or any(child in callers for child in module.modules())
+
+
+def load_pretrained(model_class: Any, path: str, **kwargs) -> PreTrainedModel:
+    """A converted model that `save_pretrained` has written, with SimA where it had SimA.
+
+    Args:
+        model_class: A model class of transformers, such as CLIPModel or AutoModel.
+        path: The folder.
+        kwargs: As for `from_pretrained`.
+    """
+    from transformers import AutoConfig, PreTrainedConfig
+
+    if "attn_implementation" in kwargs or "config" in kwargs:
+        raise ValueError("attn_implementation and config are those of the converted model: remove them")
+    register()
+    where = {name: kwargs[name] for name in ("subfolder", "revision", "cache_dir", "token") if name in kwargs}
+    entries, _ = PreTrainedConfig.get_config_dict(path, **where)
+    config_class = getattr(model_class, "config_class", None)  # an Auto class has none
+    if config_class is not None and config_class.model_type != entries.get("model_type"):
+        entries = entries.get(config_class.base_config_key, entries)  # a part of what was saved
+    parts = list(_unseal(entries))
+    if not parts:
+        raise ValueError(f"{path} holds no model that was converted to SimA: load it with from_pretrained")
+    config = AutoConfig.for_model(**entries) if config_class is None else config_class.from_dict(entries)
+    for keys in parts:
+        part = reduce(getattr, keys, config)
+        part._attn_implementation_internal = NAME
+        _seal(part)
+    return model_class.from_pretrained(path, config=config, **kwargs)
+
+
+def _seal(config: PreTrainedConfig) -> None:
+    """Let transformers refuse what this configuration is saved as."""
+    read_only = [name for name in SEALS if _is_read_only(type(config), name)]
+    if not read_only:
+        raise RuntimeError("this version of transformers would load a converted model as softmax: use 5.17 to 5.23")
+    vars(config).update(dict.fromkeys(read_only, SEAL))
+
+
+def _is_read_only(cls: type, name: str) -> bool:
+    found = inspect.getattr_static(cls, name, None)
+    return isinstance(found, property) and found.fset is None
+
+
+def _unseal(entries: dict[str, Any], keys: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Remove the seals of a configuration and of its parts; yield where they were."""
+    if SEAL in [entries.pop(name, None) for name in SEALS]:
+        yield keys
+    for key, value in entries.items():
+        if isinstance(value, dict):
+            yield from _unseal(value, (*keys, key))
 
 
 def register() -> None:
@@ -120,13 +191,18 @@ def sima_for_transformers(
     if kwargs.get("is_causal") or (kwargs.get("is_causal") is None and getattr(module, "is_causal", False)):
         raise ValueError(f"{type(module).__name__} is causal, which SimA cannot be: its norms run over all tokens")
     config = getattr(module, "config", None)
-    if config is not None:
-        config.attn_implementation = NAME  # so that a reloaded model is saved as what it is, too
+    if config is not None and not torch.compiler.is_compiling():
+        _seal(config)  # of a model that was built with attn_implementation="sima", not converted
     key_mask = None if attention_mask is None else _key_mask(attention_mask)
-    query_mask = key_mask if query.shape[2] == key.shape[2] else None
-    token_ref = getattr(config, "sima_token_ref", None)
+    query_mask = None if _is_cross_attention(module) or query.shape[2] != key.shape[2] else key_mask
+    token_ref = getattr(config, TOKEN_REF, None)
     o = sima_attention(query, key, value, key_mask=key_mask, query_mask=query_mask, token_ref=token_ref)
     return o.transpose(1, 2).contiguous(), None
+
+
+def _is_cross_attention(module: nn.Module) -> bool:
+    """True where the keys are other tokens than the queries, however many: padding among them hides no query."""
+    return getattr(module, "is_cross_attention", False) or "cross" in type(module).__name__.lower()
 
 
 def _key_mask(mask: Tensor) -> Tensor:
@@ -140,7 +216,7 @@ def _key_mask(mask: Tensor) -> Tensor:
     return keys
 
 
-def _callers(model: PreTrainedModel, inputs: dict[str, Any]) -> set[nn.Module]:
+def _callers(model: PreTrainedModel, inputs: Any) -> set[nn.Module]:
     """The modules that called our attention in one forward."""
     from transformers import AttentionInterface
 
@@ -150,24 +226,23 @@ def _callers(model: PreTrainedModel, inputs: dict[str, Any]) -> set[nn.Module]:
         callers.add(module)
         return sima_for_transformers(module, *args, **kwargs)
 
-    training = model.training
     AttentionInterface.register(NAME, counted)
     try:
-        with torch.no_grad():
-            model.eval()(**inputs)
+        run_once(model, inputs)
     finally:
         AttentionInterface.register(NAME, sima_for_transformers)
-        model.train(training)
     return callers
 
 
 def _configs(model: PreTrainedModel) -> list[Any]:
-    """The configuration of the model and of its parts."""
-    found = {id(model.config): model.config}
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if config is not None and hasattr(config, "_attn_implementation"):
+    """The configurations of the model and of its parts, with those that these hold."""
+    found: dict[int, Any] = {}
+    left: list[Any] = [model.config, *(getattr(module, "config", None) for module in model.modules())]
+    while left:
+        config = left.pop()
+        if hasattr(config, "_attn_implementation") and id(config) not in found:
             found[id(config)] = config
+            left += [getattr(config, name, None) for name in config.sub_configs]
     return list(found.values())
 
 

@@ -11,8 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils.prune import BasePruningMethod
 
-from sima_attn.nn import Attention, SimClassAttention, SimMultiheadAttention, attention_class
+from sima_attn.nn import SimClassAttention, SimMultiheadAttention, attention_class
 
 
 class Refused(Exception):  # noqa: N818 - no error of the program, a finding
@@ -20,20 +23,86 @@ class Refused(Exception):  # noqa: N818 - no error of the program, a finding
 
 
 class Exchange(NamedTuple):
-    """A new module for an old one, the names of the old parameters in it, and of what has no place there."""
+    """A new module for an old one, the names of the old parameters in it, and of what has no place there.
+
+    `placement` is where the weights were then, and `give_back` copies to the old module what the new one holds in
+    another form.
+    """
 
     module: nn.Module
     kept: tuple[str, ...]
     dropped: tuple[str, ...]
+    placement: tuple[torch.device, torch.dtype]
+    give_back: Callable[[], None] = lambda: None
 
 
-def exchange(module: nn.Module, attention: str, options: dict[str, Any]) -> Exchange | None:
-    """The exchange for a module, None where it is no attention that we know; raises Refused with the reason."""
-    name = f"{type(module).__module__}.{type(module).__qualname__}"
+def is_convertible(module: nn.Module) -> bool:
+    """True for attentions that the converter knows, be it that it refuses them."""
+    return _class_name(module) in REFUSALS or _class_name(module) in ADAPTERS
+
+
+def exchange(path: str, module: nn.Module, attention: str, options: dict[str, Any]) -> Exchange:
+    """The exchange for an attention that the converter knows; raises Refused with the reason why there is none.
+
+    Raises:
+        ValueError: The attention was changed in a way that the converted one would silently ignore.
+    """
+    name = _class_name(module)
     if name in REFUSALS:
         raise Refused(REFUSALS[name])
-    adapter = ADAPTERS.get(name)
-    return None if adapter is None else adapter(module, attention, options)
+    obstacle = _obstacle(path, module)
+    if obstacle is not None:
+        raise ValueError(f"{path} cannot be converted: {obstacle}; or leave it out with `where`")
+    return ADAPTERS[name](module, attention, options)
+
+
+def restore(old: Any, exchange: Exchange) -> None:
+    """Bring an attention that was exchanged up to date: what has happened to its successor happens to it too."""
+    new: Any = exchange.module
+    for name in set(exchange.kept) & set(old._parameters) & set(new._parameters):
+        old._parameters[name] = new._parameters[name]  # load_state_dict(assign=True) replaces them
+    exchange.give_back()
+    parts, tensors = set(new.modules()), {id(tensor) for tensor in (*new.parameters(), *new.buffers())}
+    if new.training != old.training:  # the mode was changed while these were not in the model
+        for module in old.modules():
+            if module not in parts:
+                module.training = new.training
+    device, dtype = _placement(new)
+    if (device, dtype) != exchange.placement:  # the model was moved or cast while these were not in it
+        for tensor in (*old.parameters(), *old.buffers()):
+            if id(tensor) not in tensors:
+                tensor.data = tensor.data.to(device, dtype if tensor.is_floating_point() else None)
+    old._is_full_backward_hook = new._is_full_backward_hook  # which belongs to the hooks, and they are shared
+
+
+def _class_name(module: nn.Module) -> str:
+    # torch.nn.utils.parametrize makes a subclass for the module
+    cls = type(module).__bases__[0] if is_parametrized(module) else type(module)
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _obstacle(path: str, module: nn.Module) -> str | None:
+    """What the converted attention would silently lose or bypass, and what to do about it."""
+    if path.rpartition(".")[2] == "_orig_mod" or module._compiled_call_impl is not None:
+        return "it is compiled; convert the model first, then compile it"
+    if "forward" in vars(module):
+        return "its forward was replaced on this instance, which the converted one would not call; delete the attribute"
+    for name, part in module.named_modules():
+        what = f"its {name}" if name else "it"
+        hooks = part._forward_pre_hooks.values()
+        if is_parametrized(part) or any(isinstance(hook, BasePruningMethod) for hook in hooks):
+            return (
+                f"{what} is pruned or parametrized; make that permanent first (prune.remove, remove_parametrizations)"
+            )
+        if name in PROJECTIONS and type(part) not in (nn.Linear, NonDynamicallyQuantizableLinear):
+            return (
+                f"{what} is a {type(part).__module__}.{type(part).__qualname__}, not a torch.nn.Linear; merge LoRA "
+                "weights first, quantize after converting"
+            )
+    for name, parameter in module.named_parameters():
+        if type(parameter) is not nn.Parameter:
+            return f"its {name} is a {type(parameter).__name__}; convert the model before quantizing or sharding it"
+    return None
 
 
 def looks_like_attention(module: nn.Module) -> bool:
@@ -66,8 +135,7 @@ def _xca(old: Any, attention: str, options: dict[str, Any]) -> Exchange:
     new = _new_attention(old, attention, options)
     if hasattr(new, "temperature"):
         new.temperature = old.temperature
-        return _carried(old, new)
-    return _carried(old, new, dropped=("temperature",))
+    return _carried(old, new)
 
 
 def _class_attention(old: Any, attention: str, options: dict[str, Any]) -> Exchange:
@@ -77,7 +145,7 @@ def _class_attention(old: Any, attention: str, options: dict[str, Any]) -> Excha
     known = _only(options, ("token_ref",))
     new = SimClassAttention(old.q.in_features, old.num_heads, attn_drop=old.attn_drop.p, **known, **_factory(old.q))
     new.q, new.k, new.v, new.proj, new.proj_drop = old.q, old.k, old.v, old.proj, old.proj_drop
-    return Exchange(new, _parameter_names(old), ())
+    return _carried(old, new)
 
 
 def _beit(old: Any, attention: str, options: dict[str, Any]) -> Exchange:
@@ -87,12 +155,19 @@ def _beit(old: Any, attention: str, options: dict[str, Any]) -> Exchange:
     if old.qkv.out_features != 3 * old.qkv.in_features:
         raise Refused("its heads are wider than its tokens")
     new = _new_attention(old, attention, options, mixin=BeitCall)
-    if old.q_bias is not None:
-        packed = nn.Linear(old.qkv.in_features, old.qkv.out_features, **_factory(old.qkv))
-        packed.weight = old.qkv.weight
-        packed.bias = nn.Parameter(torch.cat((old.q_bias, torch.zeros_like(old.q_bias), old.v_bias)).detach().clone())
-        new.qkv = packed
-    return _carried(old, new)
+    if old.q_bias is None:
+        return _carried(old, new)
+    packed = nn.Linear(old.qkv.in_features, old.qkv.out_features, **_factory(old.qkv))
+    packed.weight = old.qkv.weight
+    packed.bias = nn.Parameter(torch.cat((old.q_bias, old.k_bias, old.v_bias)).detach().clone())
+    new.qkv = packed
+
+    def give_back() -> None:
+        # Softmax does not see a bias of the keys, which adds the same number to all scores of a query.
+        q_bias, _, v_bias = new.qkv.bias.detach().chunk(3)
+        old.q_bias.data, old.v_bias.data = q_bias.clone(), v_bias.clone()
+
+    return _carried(old, new, copied=("q_bias", "k_bias", "v_bias"))._replace(give_back=give_back)
 
 
 def _pvt(old: Any, attention: str, options: dict[str, Any]) -> Exchange:
@@ -124,8 +199,7 @@ def _multihead(old: nn.MultiheadAttention, attention: str, options: dict[str, An
         **known,
     )
     new.in_proj_weight, new.in_proj_bias, new.out_proj = old.in_proj_weight, old.in_proj_bias, old.out_proj
-    dropped = (f"dropout={old.dropout}",) if old.dropout else ()
-    return Exchange(new, _parameter_names(old), dropped)
+    return _carried(old, new)
 
 
 class BeitCall:
@@ -170,10 +244,21 @@ def _new_attention(old: Any, attention: str, options: dict[str, Any], mixin: typ
     return new
 
 
-def _carried(old: Any, new: Attention, dropped: tuple[str, ...] = ()) -> Exchange:
-    if old.attn_drop.p and not new.can_drop_attention:
-        dropped += (f"attn_drop={old.attn_drop.p}",)
-    return Exchange(new, tuple(name for name in _parameter_names(old) if name not in dropped), dropped)
+def _carried(old: Any, new: nn.Module, copied: tuple[str, ...] = ()) -> Exchange:
+    """The exchange, with what went along and what did not; `copied` went along in another form."""
+    tensors = {id(tensor) for tensor in (*new.parameters(), *new.buffers())}
+    parameters, buffers = dict(old.named_parameters()), dict(old.named_buffers())
+    kept = tuple(name for name, tensor in parameters.items() if id(tensor) in tensors or name in copied)
+    lost = [name for name, tensor in (parameters | buffers).items() if id(tensor) not in tensors and name not in copied]
+    parts = set(new.modules())
+    for name, part in old.named_children():
+        empty = not any(True for _ in (*part.parameters(), *part.buffers()))
+        if empty and part not in parts and name != "attn_drop":
+            lost.append(name)
+    if not getattr(new, "can_drop_attention", False):
+        name, rate = ("dropout", old.dropout) if hasattr(old, "dropout") else ("attn_drop", old.attn_drop.p)
+        lost += [f"{name}={rate}"] if rate else []
+    return Exchange(new, kept, tuple(lost), _placement(new))
 
 
 def _only(options: dict[str, Any], allowed: tuple[str, ...]) -> dict[str, Any]:
@@ -182,14 +267,17 @@ def _only(options: dict[str, Any], allowed: tuple[str, ...]) -> dict[str, Any]:
     return options
 
 
-def _parameter_names(module: nn.Module) -> tuple[str, ...]:
-    return tuple(name for name, _ in module.named_parameters())
+def _placement(module: nn.Module) -> tuple[torch.device, torch.dtype]:
+    first = next(module.parameters())
+    return first.device, first.dtype
 
 
 def _factory(layer: nn.Linear) -> dict[str, Any]:
     return {"device": layer.weight.device, "dtype": layer.weight.dtype}
 
 
+# What the adapted classes call their linear layers.
+PROJECTIONS = ("qkv", "q", "k", "v", "kv", "proj", "out_proj")
 ADAPTERS: dict[str, Callable[[Any, str, dict[str, Any]], Exchange]] = {
     "timm.layers.attention.Attention": _plain,
     "timm.models.xcit.XCA": _xca,

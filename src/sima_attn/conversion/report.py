@@ -34,17 +34,18 @@ class Skipped:
 
 @dataclass
 class ConversionReport:
-    """Lists every attention of the model. `undo()` gives the model back as it was, bit for bit."""
+    """Lists every attention of the model. `undo()` gives the model back with its own attentions."""
 
     model: str
     attention: str
     converted: list[Converted] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     note: str = NOTE
+    proven: bool = False  # the converted attentions were seen to run in one forward
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     def undo(self) -> None:
-        """Put the original attentions back, the same objects with the weights they have now."""
+        """Put the original attentions back, the same objects, with the weights, modes and device they have now."""
         while self._undo:
             self._undo.pop()()
 
@@ -54,4 +55,8 @@ class ConversionReport:
             dropped = f", dropped {', '.join(one.dropped)}" if one.dropped else ""
             lines.append(f"  {one.path}: {one.old} -> {one.new}{dropped}")
         lines += [f"  {one.path}: {one.kind} left alone, {one.reason}" for one in self.skipped]
+        if not self.proven:
+            lines.append(
+                "Not run: no input of this model is known. Pass example_inputs, and one forward proves the rest."
+            )
         return "\n".join([*lines, self.note])
