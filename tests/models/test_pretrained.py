@@ -124,6 +124,14 @@ def test_a_run_is_shipped_and_loaded_as_pretrained(run, weights):
         ({"act_layer": torch.nn.SiLU}, "activation='relu', got 'silu'"),
         ({"num_heads": 2}, "num_heads=4, got 2"),
         ({"tokens_norm": False}, "tokens_norm=True, got False"),
+        ({"class_token_ref": 16}, "class_token_ref=None, got 16"),
+        ({"token_ref": 50}, "token_ref=None, got 50"),
+        ({"attention_options": {"token_ref": 50}}, "token_ref=None, got 50"),
+        ({"attention_options": {"eps": 0.5}}, "eps=None, got 0.5"),
+        ({"use_pos_embed": False}, "use_pos_embed=True, got False"),
+        ({"global_pool": "avg"}, "global_pool='token', got 'avg'"),
+        ({"norm_layer": torch.nn.LayerNorm}, "norm_layer=None, got <class"),
+        ({"depth": 9}, "depth=10, got 9"),
     ],
 )
 def test_weights_do_not_load_into_another_function_than_they_were_trained_as(options, message):
@@ -134,10 +142,13 @@ def test_weights_do_not_load_into_another_function_than_they_were_trained_as(opt
 def test_weights_load_with_what_leaves_the_function_as_it_is():
     plain = timm.create_model(NAME, pretrained=True).eval()
     options = {"attention": "sima", "attention_options": {"order": "kv", "norm": "l1"}, "act_layer": torch.nn.ReLU}
-    same = timm.create_model(NAME, pretrained=True, token_ref="train", drop_rate=0.1, drop_path_rate=0.1, **options)
+    options |= {"drop_rate": 0.1, "drop_path_rate": 0.1, "eta": 0.1, "img_size": 96, "use_pos_embed": True}
+    same = timm.create_model(NAME, pretrained=True, token_ref="train", class_token_ref="train", **options)
     images = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         assert torch.allclose(same.eval()(images), plain(images), atol=1e-4)
+    pooled = timm.create_model(NAME, pretrained=True, num_classes=0, global_pool="avg")  # features, by no trained head
+    assert pooled(images).shape == (2, 192)
     overlay = {"file": str(weights_file(NAME)), "num_classes": 100}  # a file that is named may be of anything
     timm.create_model(NAME, pretrained=True, pretrained_cfg_overlay=overlay, attention="softmax")
 

@@ -13,6 +13,18 @@ from torch import nn
 from sima_attn.models.pretrained import shipped_cfg
 from sima_attn.nn import Attention, attention_class
 
+# Settings of timm's and our model classes that change what the same weights compute, with their defaults.
+FUNCTION_DEFAULTS: dict[str, Any] = {
+    "global_pool": "token",
+    "use_pos_embed": True,
+    "pos_embed": "learn",
+    "no_embed_class": False,
+    "pool_include_prefix": False,
+    "norm_layer": None,
+}
+# Settings of a size that leave the function alone: any image size runs, and the weights replace initial values.
+FREE_SETTINGS = ("img_size", "eta", "init_values", "relu")  # relu is compared as the activation
+
 
 def default_cfg(size: int = 224, **kwargs) -> dict[str, Any]:
     """timm's facts about a model. The paper evaluates with a crop ratio of 1.0."""
@@ -59,6 +71,9 @@ def _entry(name: str, size: Mapping[str, Any], build: Callable[..., nn.Module]) 
 def _check_as_trained(name: str, size: Mapping[str, Any], kwargs: Mapping[str, Any]) -> None:
     """Raise where the weights in the package would load into another function than the one they were trained as."""
     own, asked = _function(size), _function({**size, **kwargs})
+    trained_classes = kwargs["pretrained_cfg_overlay"].get("num_classes")
+    if kwargs.get("num_classes", trained_classes) != trained_classes:
+        del own["global_pool"]  # without the trained head any pooling gives features
     for key, value in own.items():
         if asked[key] != value:
             raise ValueError(
@@ -72,14 +87,22 @@ def _function(settings: Mapping[str, Any]) -> dict[str, Any]:
     attention, options = settings.get("attention", "sima"), settings.get("attention_options") or {}
     stages = [options] if isinstance(options, Mapping) else options  # CvT takes one a stage
     act = settings.get("act_layer") or ("relu" if settings.get("relu") else "gelu")
+    plain = {**FUNCTION_DEFAULTS, **settings}
     return {
+        **{key: plain[key] for key in plain if key not in (*FREE_SETTINGS, "act_layer", "attention_options")},
         "attention": attention,
         "norm": ", ".join(sorted({stage.get("norm", "l1") for stage in stages})),
+        "eps": next((stage["eps"] for stage in stages if stage.get("eps") is not None), None),
         "class_attention": settings.get("class_attention", "sima" if attention == "sima" else "softmax"),
         "activation": getattr(act, "__name__", str(act)).lower(),
-        "num_heads": settings.get("num_heads"),
-        "tokens_norm": settings.get("tokens_norm"),
+        "token_ref": _other_ref(settings.get("token_ref"), *(stage.get("token_ref") for stage in stages)),
+        "class_token_ref": _other_ref(settings.get("class_token_ref")),
     }
+
+
+def _other_ref(*token_refs: float | str | None) -> float | str | None:
+    """The first reference by which the output is scaled at the training size; "train" scales at other sizes only."""
+    return next((token_ref for token_ref in token_refs if token_ref not in (None, "train")), None)
 
 
 def choose_attention(

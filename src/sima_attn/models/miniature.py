@@ -52,6 +52,9 @@ def _cfg(name: str) -> dict[str, Any]:
     return {**default_cfg(PX, num_classes=CLASSES, first_conv=first, classifier="head"), **shipped}
 
 
+torch.fx.wrap("token_grid")  # one node of a traced graph: torch.fx knows no number of tokens
+
+
 class LocalBlock(Block):
     """timm's block with a local mixer, XCiT's LPI, in a residual branch of its own between attention and MLP.
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sima_attn._errors import unknown_name
-from sima_attn._files import written_whole
+from sima_attn._files import atomic_write
 
 WEIGHTS = Path(__file__).parents[1] / "weights"
 MOST_BYTES = 12_000_000
@@ -170,7 +170,7 @@ def save_shipped(weights: Mapping[str, Tensor], name: str, card: Card) -> Path:
             f"{_shape(wanted, wrong[0])} ({len(wrong)} such keys); train the model under that very name"
         )
     path = weights_file(name)
-    with written_whole(path) as temporary:
+    with atomic_write(path) as temporary:
         save_file(in_half(weights), temporary, metadata={_KEY: json.dumps(asdict(card))})
         size = temporary.stat().st_size
         if size > MOST_BYTES:

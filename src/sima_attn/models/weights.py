@@ -23,7 +23,7 @@ from timm.models.vision_transformer import VisionTransformer
 from timm.models.xcit import Xcit
 from torch import Tensor, nn
 
-from sima_attn._files import written_whole
+from sima_attn._files import atomic_write
 
 StateDict = dict[str, Tensor]
 WRAPPERS = ("model", "state_dict")
@@ -74,7 +74,7 @@ def save_official(model: nn.Module, path: str | Path) -> None:
     The file holds {"model": state dict}; one that ends in .safetensors holds the tensors alone.
     """
     _check_family(model)
-    with written_whole(Path(path)) as temporary:
+    with atomic_write(Path(path)) as temporary:
         if Path(path).suffix == ".safetensors":
             from safetensors.torch import save_file
 
