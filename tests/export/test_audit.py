@@ -143,6 +143,19 @@ def test_torch_encoder_layer_counts_although_it_has_a_one_kernel_path():
     assert torch.backends.mha.get_fastpath_enabled()
 
 
+def test_exps_of_fused_recurrent_layers_and_of_powers_are_found():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.memory = nn.LSTM(8, 4)
+
+        def forward(self, x):
+            return 2 ** self.memory(x)[0]
+
+    calls = audit(Recurrent(), torch.randn(3, 2, 8)).calls
+    assert {(c.module, c.kind, c.count) for c in calls} == {("memory", "lstm", 5 * 6 * 4), ("", "pow", 6 * 4)}
+
+
 def test_a_block_named_after_its_attention_is_not_attention():
     report = audit(AttentionBlock(), torch.randn(1, 5, 8))
     assert {(c.module, c.in_attention) for c in report.calls} == {("inner", True), ("act.1", False)}
@@ -320,7 +333,7 @@ class Graphs:
         helper = self.onnx.helper
         values = [self.value("x")] if inputs is None else inputs
         graph = helper.make_graph(nodes, "g", values, [self.value("y", None)], initializer=weights)
-        domains = dict.fromkeys(["", "com.microsoft", "local", "strange"], 1) | {"": 23}
+        domains = dict.fromkeys(["", "com.microsoft", "local", "strange", "ai.onnx.ml"], 1) | {"": 23}
         opsets = [helper.make_opsetid(domain, version) for domain, version in domains.items()]
         path = self.folder / "made.onnx"
         self.onnx.save(helper.make_model(graph, opset_imports=opsets, functions=functions), path)
@@ -360,7 +373,54 @@ def test_fused_activations_of_onnxruntime(graphs):
         return audit(graphs.write(node, inputs=[graphs.value("x"), graphs.value("w", (6, 3))]))
 
     assert fused("Relu").is_exp_free
+    assert [c.kind for c in fused("OfALaterVersion").calls] == ["FusedGemm(OfALaterVersion)"]
     assert [c.kind for c in fused("Tanh").calls] == ["FusedGemm(Tanh)"]
+
+
+def floats(graphs, name, values):
+    return graphs.onnx.helper.make_tensor(name, graphs.onnx.TensorProto.FLOAT, np.shape(values), np.ravel(values))
+
+
+def test_a_power_with_an_exponent_of_the_input_is_exp_like_in_disguise(graphs):
+    path = graphs.write(graphs.node("Pow", ["two", "x"], ["y"], name="n"), weights=[floats(graphs, "two", 2.0)])
+    assert audit(path).calls == (ExpCall("n", "Pow", 12, in_attention=False),)
+    with pytest.raises(AssertionError, match="n: Pow on 12 elements"):
+        assert_exp_free(path)
+    sima(path, "--fail-on-exp", code=1)
+    inputs = [graphs.value("x"), graphs.value("k", (1, 6))]
+    assert audit(graphs.write(graphs.node("Pow", ["x", "k"], ["y"]), inputs=inputs)).exps == 12
+
+
+def test_a_power_with_an_exponent_of_weights_and_sizes_is_none(graphs):
+    weights = [floats(graphs, "two", 2.0), floats(graphs, "table", [1.0, 2.0, 3.0])]
+    assert audit(graphs.write(graphs.node("Pow", ["x", "two"], ["y"]), weights=weights)).is_exp_free
+    sizes = [
+        graphs.node("Shape", ["x"], ["n"]),
+        graphs.node("Cast", ["n"], ["f"], to=graphs.onnx.TensorProto.FLOAT),
+        graphs.node("Div", ["f", "two"], ["e"]),
+        graphs.node("Pow", ["two", "e"], ["y"]),
+    ]
+    assert audit(graphs.write(*sizes, weights=weights)).is_exp_free
+    random = [graphs.node("RandomNormalLike", ["table"], ["e"]), graphs.node("Pow", ["two", "e"], ["y"])]
+    assert not audit(graphs.write(*random, weights=weights)).is_exp_free
+
+
+@pytest.mark.parametrize("operation", ["MoE", "QMoE", "EPContext", "GroupNorm", "OfALaterVersion"])
+def test_an_operation_of_onnxruntime_that_is_not_known_to_be_free_of_exp_is_listed(graphs, operation):
+    path = graphs.write(graphs.node(operation, ["x"], ["y"], domain="com.microsoft", activation=1))
+    assert [(c.kind, c.count) for c in audit(path).calls] == [(operation, None)]
+    sima(path, "--fail-on-exp", code=1)
+
+
+@pytest.mark.parametrize("operation", ["SkipLayerNormalization", "QLinearAdd", "MatMulNBits", "DequantizeLinear"])
+def test_known_operations_of_onnxruntime_are_exp_free(graphs, operation):
+    assert audit(graphs.write(graphs.node(operation, ["x"], ["y"], domain="com.microsoft"))).is_exp_free
+
+
+@pytest.mark.parametrize(("operation", "domain"), [("OfALaterVersion", ""), ("SVMClassifier", "ai.onnx.ml")])
+def test_standard_operations_that_are_not_known_are_listed(graphs, operation, domain):
+    report = audit(graphs.write(graphs.node(operation, ["x"], ["y"], domain=domain)))
+    assert [(c.kind.rpartition("::")[2], c.count) for c in report.calls] == [(operation, None)]
 
 
 def test_attention_nodes(graphs):
@@ -441,6 +501,20 @@ def test_nodes_inside_functions(graphs):
     calls = [graphs.node("Gate", ["x"], ["z"], domain="local"), graphs.node("Gate", ["z"], ["y"], domain="local")]
     report = audit(graphs.write(*calls, functions=[function]))
     assert [(c.kind, c.count) for c in report.calls] == [("Sigmoid", 12)] * 2
+
+
+def test_functions_inside_functions_and_subgraphs(graphs):
+    helper, node = graphs.onnx.helper, graphs.node
+    opsets = [helper.make_opsetid("", 23), helper.make_opsetid("local", 1)]
+    inner = helper.make_function("local", "Inner", ["a"], ["b"], [node("Exp", ["a"], ["b"])], opsets)
+    outer = helper.make_function("local", "Outer", ["a"], ["b"], [node("Inner", ["a"], ["b"], domain="local")], opsets)
+    branches = {
+        "then_branch": graphs.body(node("Outer", ["x"], ["z"], domain="local")),
+        "else_branch": graphs.body(node("Relu", ["x"], ["z"])),
+    }
+    condition = helper.make_tensor("c", graphs.onnx.TensorProto.BOOL, [], [True])
+    path = graphs.write(node("If", ["c"], ["y"], **branches), weights=[condition], functions=[inner, outer])
+    assert [(c.kind, c.count) for c in audit(path).calls] == [("Exp", 12)]
 
 
 def test_open_shapes_are_unknown_until_a_size_is_given(graphs):

@@ -1,6 +1,7 @@
 """Model or ONNX file -> what it costs, and every exp-like function it evaluates.
 
-"Exp-like" is what `ops.exp_counter` says: exp, softmax, sigmoid, tanh, erf, and the activations made of them.
+"Exp-like" is what `ops.exp_counter` says: exp, softmax, sigmoid, tanh, erf, the activations made of them, and powers
+whose exponent is computed.
 The paper counts exp() in attention only; the audit counts the whole network and tells the two parts apart.
 """
 

@@ -1,8 +1,12 @@
 """ONNX file -> its exp-like nodes, with the numbers they are evaluated on where the file fixes the shapes.
 
 The file is read, not run. Functions are inlined and the bodies of If, Loop and Scan are searched: of an If both
-branches are listed, and what a loop repeats has an unknown count. An operation of a domain that is not known
-may hide anything, so it is listed as exp-like.
+branches are listed, and what a loop repeats has an unknown count. `Pow` is listed where its exponent depends on the
+input, not only on weights and sizes.
+
+What is not known to be free of exp() is listed as exp-like, with an unknown count: operations of other domains
+(ai.onnx.ml among them), standard operations that the installed onnx does not know, and those of ONNX Runtime that are
+not in EXP_FREE. MoE routes by a softmax, EPContext hides a whole compiled graph.
 """
 
 from __future__ import annotations
@@ -22,16 +26,29 @@ if TYPE_CHECKING:
 
 Sizes = tuple[int, ...]
 
-STANDARD_DOMAINS = ("", "ai.onnx", "ai.onnx.ml", "ai.onnx.preview.training")
+STANDARD_DOMAINS = ("", "ai.onnx")
+RUNTIME_DOMAINS = ("com.microsoft", "com.ms.internal")  # ONNX Runtime's; both have subdomains
 EXP_LIKE = frozenset(
     """
-    Exp Softmax LogSoftmax ReduceLogSumExp SoftmaxCrossEntropyLoss Sigmoid Tanh Sinh Cosh Erf Gelu Elu Selu Celu
-    Softplus Mish Swish Attention LSTM GRU RNN
+    Exp Softmax LogSoftmax ReduceLogSumExp SoftmaxCrossEntropyLoss Multinomial Sigmoid Tanh Sinh Cosh Erf Gelu Elu Selu
+    Celu Softplus Mish Swish SwiGLU Attention LSTM GRU RNN
     """.split()
 )
-RECURRENT = ("LSTM", "GRU", "RNN")  # their count and their MACs are left unknown
-# Fused operations of runtimes (FastGelu, QuickGelu, BiasSoftmax, QLinearSigmoid, MultiHeadAttention ...) by name.
+# Fused operations (FastGelu, QuickGelu, BiasSoftmax, QLinearSigmoid, MultiHeadAttention ...) by name.
 EXP_LIKE_WORDS = ("gelu", "softmax", "sigmoid", "tanh", "silu", "swish", "attention", "lstm", "gru")
+RECURRENT_WORDS = ("lstm", "gru", "rnn")  # their count and their MACs are left unknown
+# Operations of ONNX Runtime without exp(), beside those that it shares with the standard.
+EXP_FREE = frozenset(
+    """
+    FusedConv FusedGemm FusedMatMul FusedMatMulActivation TransposeMatMul NhwcConv NhwcFusedConv NhwcMaxPool
+    ReorderInput ReorderOutput BiasAdd BiasDropout BitmaskDropout BitmaskBiasDropout ExpandDims SkipLayerNormalization
+    SimplifiedLayerNormalization SkipSimplifiedLayerNormalization EmbedLayerNormalization QEmbedLayerNormalization
+    QLinearAdd QLinearMul QLinearConcat QLinearWhere QLinearReduceMean QLinearLeakyRelu QLinearAveragePool
+    QLinearGlobalAveragePool QLinearConvTranspose QGemm DynamicQuantizeMatMul MatMulIntegerToFloat MatMulInteger16
+    MulInteger ReduceSumInteger MatMulNBits MatMulBnb4 MatMulFpQ4 GatherBlockQuantized
+    """.split()
+)
+EXP_FREE_ACTIVATIONS = ("", "Relu", "LeakyRelu", "ThresholdedRelu", "HardSigmoid", "HardSwish", "Clip")
 # operation -> positions of the two factors among its inputs
 PRODUCTS = {
     **dict.fromkeys(("MatMul", "FusedMatMul", "MatMulInteger", "DynamicQuantizeMatMul"), (0, 1)),
@@ -55,6 +72,7 @@ class _Node:
     proto: onnx.NodeProto
     name: str
     shapes: dict[str, Sizes | None]
+    constants: set[str]  # values that do not depend on the input
     repeated: bool
     feeds_product: bool  # its output goes into a MatMul
 
@@ -93,7 +111,7 @@ def audit_onnx(path: Path, inputs: Sequence[Sizes] | None = None) -> AuditReport
     if inputs is not None:
         _fix_inputs(model, inputs, path)
     model = onnx.shape_inference.infer_shapes(model, data_prop=True)
-    nodes = list(_walk(model.graph, {}))
+    nodes = list(_walk(model.graph, {}, set()))
 
     classes = {scope: cls for node in nodes for scope, cls in node.scopes().items()}
     parts = Parts({scope: [cls.rpartition(".")[2]] for scope, cls in classes.items()})
@@ -201,10 +219,15 @@ def _fixed_shape(value: onnx.ValueInfoProto) -> Sizes | None:
 
 
 def _walk(
-    graph: onnx.GraphProto, outer: dict[str, Sizes | None], prefix: str = "", repeated: bool = False
+    graph: onnx.GraphProto,
+    outer_shapes: dict[str, Sizes | None],
+    outer_constants: set[str],
+    prefix: str = "",
+    repeated: bool = False,
 ) -> Iterator[_Node]:
     """Every node of a graph and of the graphs inside its nodes."""
-    shapes = dict(outer)
+    shapes = dict(outer_shapes)
+    constants = outer_constants | {weight.name for weight in graph.initializer}
     for value in (*graph.input, *graph.output, *graph.value_info):
         shapes[value.name] = _fixed_shape(value)
     for weight in graph.initializer:
@@ -212,12 +235,24 @@ def _walk(
     in_products = _inputs_of_products(graph)
     for i, node in enumerate(graph.node):
         name = prefix + (node.name or f"{node.op_type}_{i}")
-        yield _Node(node, name, shapes, repeated, feeds_product=not in_products.isdisjoint(node.output))
+        if _is_constant(node, constants):
+            constants.update(node.output)
+        yield _Node(node, name, shapes, constants, repeated, feeds_product=not in_products.isdisjoint(node.output))
         for attribute in node.attribute:
             bodies = [attribute.g] if attribute.HasField("g") else attribute.graphs
             for body in bodies:
                 inside = f"{name}/{attribute.name}/"
-                yield from _walk(body, shapes, inside, repeated or node.op_type in ("Loop", "Scan"))
+                yield from _walk(body, shapes, constants, inside, repeated or node.op_type in ("Loop", "Scan"))
+
+
+def _is_constant(node: onnx.NodeProto, constants: set[str]) -> bool:
+    """True where the outputs depend on weights and sizes alone."""
+    if node.domain not in STANDARD_DOMAINS or node.op_type.startswith("Random"):
+        return False
+    if node.op_type in ("Constant", "Shape", "Size"):
+        return True
+    has_body = any(attribute.HasField("g") or attribute.graphs for attribute in node.attribute)
+    return bool(node.input) and not has_body and constants.issuperset(filter(None, node.input))
 
 
 def _inputs_of_products(graph: onnx.GraphProto) -> set[str]:
@@ -232,29 +267,45 @@ def _inputs_of_products(graph: onnx.GraphProto) -> set[str]:
 
 
 def _exp_kind(node: _Node) -> str | None:
-    """The name of an exp-like operation, None for any other."""
-    operation, domain = node.proto.op_type, node.proto.domain
-    if domain in STANDARD_DOMAINS:
-        return operation if operation in EXP_LIKE else None
-    if not domain.startswith("com.microsoft"):
-        return f"{domain}::{operation}"
-    activation = node.attribute("activation", b"")  # of FusedConv and FusedGemm
-    if isinstance(activation, bytes) and activation.decode() in EXP_LIKE:
+    """The name of an operation that is exp-like, or not known to be free of exp(); None for any other."""
+    operation = node.proto.op_type
+    if not _is_of_known_domain(node):
+        return f"{node.proto.domain}::{operation}"
+    if operation == "Pow":
+        return None if node.proto.input[1] in node.constants else operation
+    activation = node.attribute("activation", b"")  # of FusedConv, FusedGemm and FusedMatMulActivation
+    if isinstance(activation, bytes) and activation.decode() not in EXP_FREE_ACTIVATIONS:
         return f"{operation}({activation.decode()})"
+    return operation if _is_named_exp_like(operation) or not _is_known(operation) else None
+
+
+def _is_of_known_domain(node: _Node) -> bool:
+    return node.proto.domain in STANDARD_DOMAINS or node.proto.domain.startswith(RUNTIME_DOMAINS)
+
+
+def _is_named_exp_like(operation: str) -> bool:
     name = operation.lower().replace("hardsigmoid", "").replace("hardswish", "")
-    return operation if operation in EXP_LIKE or any(word in name for word in EXP_LIKE_WORDS) else None
+    return operation in EXP_LIKE or any(word in name for word in EXP_LIKE_WORDS)
+
+
+def _is_known(operation: str) -> bool:
+    import onnx.defs
+
+    return operation in EXP_FREE or onnx.defs.has(operation)
 
 
 def _exp_count(node: _Node) -> int | None:
     """Numbers an exp-like node is evaluated on, None where that is unknown."""
-    known_domain = node.proto.domain in STANDARD_DOMAINS or node.proto.domain.startswith("com.microsoft")
-    if node.repeated or not known_domain or node.proto.op_type in RECURRENT:
+    operation = node.proto.op_type
+    is_known = _is_of_known_domain(node) and (_is_named_exp_like(operation) or _is_known(operation))
+    if node.repeated or not is_known or any(word in operation.lower() for word in RECURRENT_WORDS):
         return None
     if _is_fused_attention(node):
         sizes = _attention_sizes(node)
         return None if sizes is None else math.prod(sizes[:4])
-    is_fused_product = _exp_kind(node) != node.proto.op_type  # its activation works on the output
-    shape = node.shapes.get(node.proto.output[0]) if is_fused_product else node.shape(0)
+    # The activation of a fused product works on its output, and a power broadcasts its inputs.
+    by_output = operation == "Pow" or _exp_kind(node) != operation
+    shape = node.shapes.get(node.proto.output[0]) if by_output else node.shape(0)
     return None if shape is None else math.prod(shape)
 
 

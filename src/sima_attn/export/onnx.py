@@ -10,8 +10,6 @@ import contextlib
 import copy
 import io
 import json
-import os
-import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -24,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from sima_attn._errors import unknown_name
+from sima_attn._files import atomic_write
 from sima_attn._version import __version__
 from sima_attn.export.audit_model import audit
 from sima_attn.export.audit_report import AuditReport
@@ -201,13 +200,9 @@ def write_checked(proto: onnx.ModelProto, path: Path, check: Callable[[Path], Re
     """Write a graph beside `path`, check it there, and give it its name only if the check does not raise."""
     import onnx
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.stem}.") as folder:
-        written = Path(folder) / path.name  # its own name: the audit and the runtimes go by the ending
-        onnx.save(proto, written)
-        result = check(written)
-        os.replace(written, path)
-    return result
+    with atomic_write(path) as temporary:
+        onnx.save(proto, temporary)
+        return check(temporary)
 
 
 def write_metadata(proto: onnx.ModelProto, facts: dict[str, str]) -> None:

@@ -6,6 +6,7 @@ Shapes: photo [height, width, 3] in bytes -> images [B, 3, size, size], normalis
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sima_attn._images import cut_ends
+
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+MOST_SIZE = 2**13
 
 
 @dataclass(frozen=True)
@@ -29,12 +34,20 @@ class Preprocessing:
     interpolation: str = "bicubic"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "mean", tuple(self.mean))  # from JSON they come as lists
-        object.__setattr__(self, "std", tuple(self.std))
+        if type(self.size) is not int or not 1 <= self.size <= MOST_SIZE:
+            raise ValueError(f"size must be a whole number from 1 to {MOST_SIZE} pixels, got {self.size!r}")
+        for name in ("mean", "std"):
+            object.__setattr__(self, name, _three_numbers(name, getattr(self, name)))
+        if min(self.std) <= 0:
+            raise ValueError(f"std must be above 0, got {self.std}")
         if self.interpolation not in ("bicubic", "bilinear"):
             raise ValueError(f"interpolation must be bicubic or bilinear, got {self.interpolation!r}")
-        if not 0 < self.crop_ratio <= 1:
-            raise ValueError(f"crop_ratio must lie in (0, 1], got {self.crop_ratio}")
+        if not isinstance(self.crop_ratio, int | float) or not 0 < self.crop_ratio <= 1:
+            raise ValueError(f"crop_ratio must lie in (0, 1], got {self.crop_ratio!r}")
+        if self.size / self.crop_ratio > MOST_SIZE:
+            raise ValueError(
+                f"size / crop_ratio must be at most {MOST_SIZE} pixels, got {self.size} / {self.crop_ratio}"
+            )
 
     @classmethod
     def of_model(cls, model: nn.Module, size: int) -> Preprocessing | None:
@@ -46,8 +59,12 @@ class Preprocessing:
 
     @classmethod
     def from_json(cls, text: str) -> Preprocessing:
-        """From the metadata of an ONNX file."""
-        return cls(**json.loads(text))
+        """From the metadata of an ONNX file, which anybody may have written."""
+        try:
+            values = json.loads(text)
+            return cls(**values)
+        except (json.JSONDecodeError, RecursionError, TypeError) as error:
+            raise ValueError(f"this is not the pre-processing of an exported model: {str(text)[:200]!r}") from error
 
     def to_json(self) -> str:
         """For the metadata of an ONNX file."""
@@ -56,10 +73,12 @@ class Preprocessing:
     def transform(self) -> Callable[[Image], Tensor]:
         """PIL image -> [3, size, size]: timm's own evaluation transform."""
         from timm.data.transforms_factory import transforms_imagenet_eval
+        from torchvision import transforms
 
-        return transforms_imagenet_eval(
+        by_timm = transforms_imagenet_eval(
             self.size, crop_pct=self.crop_ratio, interpolation=self.interpolation, mean=self.mean, std=self.std
         )
+        return transforms.Compose([cut_ends, by_timm])
 
     def in_graph(self) -> nn.Module:
         """The same as a module that exports: photo [height, width, 3] in bytes -> [1, 3, size, size]."""
@@ -67,7 +86,11 @@ class Preprocessing:
 
 
 class PreparePhoto(nn.Module):
-    """PIL's arithmetic but for its rounding to bytes: within about one grey level of `Preprocessing.transform`."""
+    """PIL's arithmetic but for its rounding to bytes: within about one grey level of `Preprocessing.transform`.
+
+    That transform cuts the ends off a photo more than 10 times as long as wide before resizing, a graph does not: there
+    the two may be shifted by a part of a pixel.
+    """
 
     mean: Tensor
     std: Tensor
@@ -95,6 +118,13 @@ class PreparePhoto(nn.Module):
     def resize(self, image: Tensor, rows: Any, columns: Any) -> Tensor:
         """[1, 3, height, width] -> [1, 3, rows, columns], values kept within those of bytes."""
         return F.interpolate(image, size=(rows, columns), mode=self.interpolation, antialias=True).clamp(0, 255)
+
+
+def _three_numbers(name: str, given: Any) -> tuple[float, float, float]:
+    values = tuple(given) if isinstance(given, list | tuple) else ()  # from JSON they come as a list
+    if len(values) != 3 or not all(isinstance(value, int | float) and math.isfinite(value) for value in values):
+        raise ValueError(f"{name} must be three numbers, got {given!r}")
+    return values
 
 
 def middle(excess: Any) -> Any:

@@ -25,11 +25,13 @@ class Session(ABC):
     Attributes:
         metadata: What `export_onnx` wrote into the file, without the prefix of its keys.
         input_shape: Shape of the one input; a str is a size that is left open.
+        output_shape: Shape of the first output, likewise.
     """
 
     package: str  # what to install
     metadata: dict[str, str]
     input_shape: tuple[int | str, ...]
+    output_shape: tuple[int | str, ...]
 
     @abstractmethod
     def __init__(self, path: Path, threads: int) -> None:
@@ -63,8 +65,11 @@ class OnnxRuntime(Session):
         except Exception as error:  # its classes are not public
             raise ValueError(f"ONNX Runtime cannot load {path}: {_first_line(error)}") from error
         self.metadata = _ours(self.session.get_modelmeta().custom_metadata_map)
-        (only,) = self.session.get_inputs()
-        self.input_name, self.input_shape = only.name, tuple(only.shape)
+        inputs = self.session.get_inputs()
+        if len(inputs) != 1:
+            raise ValueError(f"{path} has {len(inputs)} inputs; a model that takes images has one")
+        self.input_name, self.input_shape = inputs[0].name, tuple(inputs[0].shape)
+        self.output_shape = tuple(self.session.get_outputs()[0].shape)
 
     def __call__(self, images: np.ndarray) -> np.ndarray:
         """The input -> the first output."""
@@ -90,8 +95,10 @@ class OpenVino(Session):
             compiled = openvino.Core().compile_model(str(path), "CPU", settings)
         except RuntimeError as error:
             raise ValueError(f"OpenVINO cannot load {path}: {_first_line(error)}") from error
-        shape = compiled.input(0).get_partial_shape()
-        self.input_shape = tuple("?" if size.is_dynamic else size.get_length() for size in shape)
+        self.input_shape, self.output_shape = (
+            tuple("?" if size.is_dynamic else size.get_length() for size in port.get_partial_shape())
+            for port in (compiled.input(0), compiled.output(0))
+        )
         self.request = compiled.create_infer_request()
 
     def __call__(self, images: np.ndarray) -> np.ndarray:
@@ -141,7 +148,15 @@ def read_metadata(path: str | Path) -> dict[str, str]:
 
 def labels_in(metadata: Mapping[str, str]) -> list[str] | None:
     """The names of the classes, None where the file does not know them."""
-    return json.loads(metadata["labels"]) if "labels" in metadata else None
+    if "labels" not in metadata:
+        return None
+    try:
+        names = json.loads(metadata["labels"])
+    except (json.JSONDecodeError, RecursionError):
+        names = None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"the labels of an ONNX file must be a list of names, got {metadata['labels'][:200]!r}")
+    return names
 
 
 def _ours(metadata: Mapping[str, str]) -> dict[str, str]:
