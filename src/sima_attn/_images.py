@@ -1,17 +1,22 @@
-"""Image files as a user gives them: found, opened in RGB, told apart by name, never written over."""
+"""Image files as a user gives them: found, read upright in RGB, told apart by name, never written over."""
 
 from __future__ import annotations
 
 import glob
 import os
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".gif", ".tif", ".tiff")
+MAX_PIXELS = 150_000_000  # 600 MB decoded, as Pillow keeps RGB in 4 bytes
+MAX_RATIO = 100  # longer side : shorter side; a file of 400 bytes may hold 300000 x 1 pixels
+MAX_RESIZED_RATIO = 10  # what is longer loses its ends before it is resized
+READER_VERSION = 2  # increase it when a file gives other pixels than before: features on disk are stored under it
 
 
 def is_hidden(name: str) -> bool:
@@ -54,16 +59,84 @@ def find_photos(paths: Sequence[str | Path]) -> list[Path]:
     return found
 
 
-def open_photo(path: str | Path) -> Image:
-    """A photo file -> RGB, turned the way up that its camera noted."""
-    from PIL import Image, ImageOps, UnidentifiedImageError
+def read_image(file: str | Path | IO[bytes]) -> Image:
+    """An image file, by its path or opened -> RGB, upright: turned and mirrored as its EXIF orientation says.
+
+    All images of training, evaluation and inference are read here, so that a model sees the same pixels everywhere.
+    A file that cannot be read, is not an image, or too large a one is a ValueError that gives the reason and leaves the
+    name to the caller; a file that is missing is a FileNotFoundError.
+    """
+    from PIL import Image, UnidentifiedImageError
 
     try:
-        with Image.open(path) as image:
-            return to_rgb(ImageOps.exif_transpose(image))
+        if isinstance(file, str | Path) and not stat.S_ISREG(os.stat(file).st_mode):
+            raise ValueError("it is not a regular file")  # opening a pipe would wait for a writer
+        with Image.open(file) as image:
+            check_size(*image.size)
+            return to_rgb(make_upright(image))
+    except FileNotFoundError:
+        raise
+    except UnidentifiedImageError:
+        raise ValueError("it is not an image, or its beginning is damaged") from None
+    except Image.DecompressionBombError:  # more than Pillow allows, which is more than we do
+        raise ValueError(f"it has more than {MAX_PIXELS / 1e6:g} million pixels: make it smaller") from None
+    except Exception as error:  # decoders raise anything on broken data
+        raise ValueError(str(error) or type(error).__name__) from None
+
+
+def check_size(width: int, height: int) -> None:
+    """Raise ValueError for an image of too many pixels, or a longer side too many times the shorter one."""
+    if width * height > MAX_PIXELS:
+        raise ValueError(
+            f"it has {width} x {height} pixels, at most {MAX_PIXELS / 1e6:g} million are allowed: make it smaller"
+        )
+    if max(width, height) > MAX_RATIO * min(width, height):
+        raise ValueError(
+            f"it has {width} x {height} pixels; the longer side may be at most {MAX_RATIO} times the shorter one: "
+            "crop it"
+        )
+
+
+def make_upright(image: Image) -> Image:
+    """The same object, decoded, turned and mirrored as its EXIF orientation says."""
+    from PIL import ImageOps
+
+    image.load()  # raises where pixels are missing; what comes after concerns EXIF alone
+    try:
+        ImageOps.exif_transpose(image, in_place=True)
+    except MemoryError:
+        raise
+    except Exception:  # damaged EXIF says nothing about the pixels
+        pass
+    return image
+
+
+def stored_size(path: str | Path) -> tuple[int, int]:
+    """(width, height) of an image file as its pixels are stored, whatever its EXIF orientation says."""
+    from PIL import Image
+
+    with Image.open(path) as image:
+        return image.size
+
+
+def cut_ends(image: Image) -> Image:
+    """The image, or the middle of a very long one, for a transform that resizes it and then cuts out the middle.
+
+    Resized to 224 px, 100000 x 1000 pixels would be 22400 x 224, of which the middle 224 are used.
+    """
+    width, height = image.size
+    longest = MAX_RESIZED_RATIO * min(width, height)
+    x, y = max(0, width - longest) // 2, max(0, height - longest) // 2
+    return image.crop((x, y, width - x, height - y)) if x or y else image
+
+
+def open_photo(path: str | Path) -> Image:
+    """A photo file -> RGB, upright; an error names the file."""
+    try:
+        return read_image(path)
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no photo {path}") from None
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except ValueError as error:
         raise ValueError(f"{path} cannot be read as an image: {error}") from None
 
 

@@ -7,12 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 from shapes import coco_folder, edit
 
 from sima_attn.bench.rows import read_rows, write_rows
+from sima_attn.detect import augment
 from sima_attn.detect.augment import Augment, cropped, flipped, resized
-from sima_attn.detect.coco import CategoryRow, coco_scores, open_coco, to_results, write_results
+from sima_attn.detect.coco import CategoryRow, coco_scores, mask_of, open_coco, run_lengths, to_results, write_results
 from sima_attn.detect.paper_table import table_4
 
 pytest.importorskip("pycocotools")
@@ -59,21 +62,32 @@ def test_labels_close_the_gaps_of_the_ids_and_grey_images_are_rgb(folder):
             assert [columns.max(), rows.max()] == pytest.approx(box[2:].tolist(), abs=1.5)
 
 
-BAD = {
-    "an image that is not in the file": {"image_id": 999},
-    "a category that is not in the file": {"category_id": 4},
-    "whose box is not four numbers": {"bbox": [1, 2, 3]},
-    "with an empty box": {"bbox": [1, 2, 0, 5]},
-    "without a mask": {"segmentation": []},
-    "not the image's size": {"segmentation": {"size": [5, 5], "counts": [25]}},
-}
+BAD = [
+    ("an image that is not in the file", {"image_id": 999}),
+    ("an image that is not in the file", {"image_id": [11]}),
+    ("a category that is not in the file", {"category_id": 4}),
+    ("a category that is not in the file", {"category_id": {"id": 3}}),
+    ("whose box is not four numbers", {"bbox": [1, 2, 3]}),
+    ("whose box is not four numbers", {"bbox": [0, 0, 10**400, 5]}),
+    ("with an empty box", {"bbox": [1, 2, 0, 5]}),
+    ("whose iscrowd is neither 0 nor 1", {"iscrowd": "no"}),
+    ("without a mask", {"segmentation": []}),
+    ("not the image's size", {"segmentation": {"size": [5, 5], "counts": [25]}}),
+    ("a polygon far outside", {"segmentation": [[0, 0, 1e9, 0, 1e9, 1e9]]}),  # pycocotools would end the process
+    ("a polygon far outside", {"segmentation": [[5, 5, 30, 5, 30, 30], [1e9, 1e9, 1e9 + 9, 1e9, 1e9 + 9, 1e9 + 9]]}),
+    ("a polygon far outside the image, or too long", {"segmentation": [[0, 0, 60, 60] * 20_000]}),
+]
+BAD += [
+    ("does not cover the image exactly", {"segmentation": {"size": [96, 72], "counts": counts}})
+    for counts in ([5], [0, 10**9], [-5, 96 * 72 + 5], [1.5, 2], 7, None, "", "o" * 50)
+]
 
 
-@pytest.mark.parametrize("reason", BAD)
-def test_a_bad_annotation_is_left_out_counted_and_named(folder, reason):
+@pytest.mark.parametrize(("reason", "change"), BAD)
+def test_a_bad_annotation_is_left_out_counted_and_named(folder, reason, change):
     def spoil(content):
-        for annotation in content["annotations"][:2]:
-            annotation.update(BAD[reason])
+        for annotation in content["annotations"][:2]:  # of the first image, 72 x 96 pixels
+            annotation.update(change)
 
     edit(folder, spoil)
     data, said = opened(folder)
@@ -92,6 +106,95 @@ def test_a_broken_polygon_goes_and_the_others_of_the_object_stay(folder, polygon
     data, said = opened(folder)
     assert said == []
     assert len(data.objects[0][0]["segmentation"]) == 1
+
+
+def test_what_is_no_record_is_left_out_and_named(folder):
+    edit(folder, lambda content: (content["images"].append([11]), content["annotations"].insert(0, 5)))
+    data, said = opened(folder)
+    assert said == [
+        "instances_train.json: left out 1 images that are not JSON objects, the first: [11]",
+        "instances_train.json: left out 1 annotations that are not JSON objects, the first: 5",
+    ]
+    assert coco_scores(data, perfect(data)).box.ap == pytest.approx(100)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"id": [11]}, "without an id or a file_name"),
+        ({"file_name": 7}, "without an id or a file_name"),
+        ({"height": 10**6, "width": 10**6}, "too many pixels"),
+        ({"height": 1, "width": 101}, "too long for their width"),
+    ],
+)
+def test_an_image_that_cannot_be_meant_is_left_out_and_named(folder, change, reason):
+    edit(folder, lambda content: content["images"][0].update(change))
+    data, said = opened(folder)
+    assert reason in said[0]
+    assert len(data) == 3
+
+
+@pytest.mark.parametrize("iscrowd", [None, False, 0.0])
+def test_no_crowd_may_be_written_in_several_ways(folder, iscrowd):
+    edit(folder, lambda content: content["annotations"][0].update(iscrowd=iscrowd))
+    data, said = opened(folder)
+    assert said == []
+    assert coco_scores(data, perfect(data)).categories[0].objects == 4
+
+
+@pytest.mark.parametrize("area", ["x", -1, float("nan"), None])
+def test_an_area_that_is_none_is_counted(folder, area):
+    edit(folder, lambda content: content["annotations"][0].update(area=area))
+    data, _ = opened(folder)
+    assert coco_scores(data, perfect(data)).box.ap == pytest.approx(100)
+    assert data.ground_truth().anns[1]["area"] == data.target(0)["masks"][0].sum()
+
+
+def test_a_polygon_that_hangs_over_the_border_is_drawn_as_pycocotools_does(folder):
+    from pycocotools import mask
+
+    polygon = [-3, 20.5, 30, -2.25, 80, 40, 20, 98.5]  # of an image of 72 x 96 pixels
+    edit(folder, lambda content: content["annotations"][0].update(segmentation=[polygon]))
+    data, said = opened(folder)
+    assert said == []
+    expected = mask.decode(mask.frPyObjects([polygon], 96, 72))[:, :, 0]
+    assert 0 < expected.sum() < expected.size
+    assert np.array_equal(data.target(0)["masks"][0], expected)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 40), st.integers(1, 40), st.floats(0, 1))
+def test_run_lengths_are_those_of_the_mask(seed, height, width, share):
+    from pycocotools import mask
+
+    pixels = (np.random.default_rng(seed).random((height, width)) < share).astype(np.uint8)
+    code = mask.encode(np.asfortranarray(pixels))["counts"].decode()
+    changes = np.flatnonzero(np.diff(pixels.T.ravel(), prepend=0))  # column by column, beginning with zeros
+    assert run_lengths(code) == np.diff([0, *changes, height * width]).tolist()
+
+
+def test_a_mask_in_any_code_is_read(folder):
+    from pycocotools import mask
+
+    pixels = np.random.default_rng(0).integers(0, 2, (96, 72), dtype=np.uint8)
+    code = mask.encode(np.asfortranarray(pixels))["counts"].decode()
+    for counts in (code, run_lengths(code)):
+        segmentation = {"size": [96.0, 72.0], "counts": counts}
+        edit(folder, lambda content, s=segmentation: content["annotations"][0].update(segmentation=s))
+        data, said = opened(folder)
+        assert said == []
+        assert np.array_equal(mask_of(data.objects[0][0], 96, 72), pixels)
+
+
+def test_a_size_that_ignores_the_exif_orientation_is_named_with_the_reason(folder):
+    data, _ = opened(folder)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.open(data.name(0)).save(data.name(0), exif=exif)
+    with pytest.raises(ValueError, match=r"size \(96, 72\), the annotations have \(72, 96\): they ignore its EXIF"):
+        data.read(0)
+    edit(folder, lambda content: content["images"][0].update(width=96, height=72))
+    data, _ = opened(folder)
+    assert data.read(0).size == (96, 72)
 
 
 def test_crowds_are_not_trained_on_and_ignored_by_the_ap(folder):
@@ -145,6 +248,8 @@ def test_boxes_end_at_the_image_and_slivers_are_not_trained_on(folder):
         (lambda c: c["images"].append(c["images"][0]), "two images have the id 11"),
         (lambda c: c["categories"].append({"id": 3, "name": "x"}), "two categories have the same id"),
         (lambda c: c["categories"].append({"id": "x"}), "a category needs a whole number as id"),
+        (lambda c: c["categories"].append({"id": [3], "name": "x"}), "a category needs a whole number as id"),
+        (lambda c: c["images"][0].update(id="11"), "some ids of images are numbers and some strings"),
     ],
 )
 def test_a_file_that_cannot_be_meant_is_an_error(folder, change, message):
@@ -159,6 +264,9 @@ def test_files_that_are_not_there_are_named(folder, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"annotations/instances_test2017\.json"):
         opened(folder, "test")
     (folder / "annotations" / "instances_train.json").write_text("{")
+    with pytest.raises(ValueError, match="is no json"):
+        opened(folder)
+    (folder / "annotations" / "instances_train.json").write_text("[" * 100_000)
     with pytest.raises(ValueError, match="is no json"):
         opened(folder)
     for file in (folder / "images").iterdir():
@@ -268,6 +376,23 @@ def assert_box_fits(image, target, slack=0.0):
     assert target["boxes"][0].tolist() == pytest.approx(box, abs=slack)
     rows, columns = np.nonzero(target["masks"][0].numpy())
     assert [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1] == pytest.approx(box, abs=slack)
+
+
+def test_a_strip_stays_affordable_before_it_is_cropped(monkeypatch):
+    made, interpolate = [], augment.F.interpolate
+
+    def watched(image, size, **options):
+        made.append(max(size))
+        return interpolate(image, size=size, **options)
+
+    monkeypatch.setattr(augment.F, "interpolate", watched)
+    target = {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0), "masks": torch.zeros(0, 5, 500)}
+    Augment(crop=1.0, sides=(32, 32), longest=64, crop_sides=(20, 20), crop_size=(8, 20))(
+        torch.zeros(3, 5, 500).byte(), target
+    )
+    assert made[0] == 200  # ten times the side, and not a hundred times
+    ordinary = resized(*sample(), 80)[0]
+    assert torch.equal(resized(*sample(), 80, 800)[0], ordinary)
 
 
 def test_image_box_and_mask_move_together():

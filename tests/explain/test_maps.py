@@ -11,7 +11,7 @@ from torch import nn
 from sima_attn._images import open_photo
 from sima_attn.explain import effect, heatmap, heatmaps, read_attention
 from sima_attn.explain import subject as subject_module
-from sima_attn.explain.effects import attention_statistics
+from sima_attn.explain.effects import attention_statistics, effect_scores
 from sima_attn.explain.maps import spread, unit_range
 from sima_attn.explain.subject import load_subject, subject_of
 from sima_attn.nn import SimAttention
@@ -61,6 +61,29 @@ def test_scaling_a_channel_of_q_changes_simas_map_not_at_all():
         model.blocks[-1].attn.qkv.weight[:5] *= 7
         model.blocks[-1].attn.qkv.bias[:5] *= 7
     assert np.abs(heatmap(model, image()) - before).max() < 1e-4
+
+
+def q_hat_and_k_hat(model, photo):
+    """Q / |Q|_1 and K / |K|_1 [H, N, D] of the last layer, from the output of its projection."""
+    attention, seen = model.blocks[-1].attn, []
+    hook = attention.qkv.register_forward_hook(lambda module, given, out: seen.append(out[0].detach()))
+    model(photo)
+    hook.remove()
+    q, k, _ = seen[0].unflatten(-1, (3, attention.num_heads, -1)).permute(1, 2, 0, 3)  # [H, N, D] each
+    return (x / x.abs().sum(1, keepdim=True) for x in (q, k))
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_maps_join_all_heads(heads):
+    """A heat map is the norm over the channels of all heads, an effect the mean of the heads' matrices."""
+    model, photo = deit(num_heads=heads), image(32, 32)
+    layer = read_attention(model, photo).layers[-1]
+    q, k = q_hat_and_k_hat(model, photo)
+    for of, x in (("q", q), ("k", k)):
+        expected = torch.cat(list(x), dim=1).norm(dim=1)[1:]  # without the class token
+        assert torch.allclose(layer.scores(of).flatten(), expected, rtol=1e-4)
+    matrix = sum(q[head] @ k[head].T for head in range(heads)) / heads  # [N, N]
+    assert torch.allclose(effect_scores(layer, (2, 3)).flatten(), matrix[1 + 2 * 4 + 3, 1:], rtol=1e-3, atol=1e-7)
 
 
 def test_all_layers_at_once_are_those_one_by_one():

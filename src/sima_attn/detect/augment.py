@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sima_attn._images import MAX_RESIZED_RATIO
+
 Target = dict[str, Tensor]
 LEAST_SIDE = 1.0  # pixels; what a crop leaves of a box may be less, and then goes
 
@@ -41,7 +43,8 @@ class Augment:
         if torch.rand(()) < self.flip:
             image, target = flipped(image, target)
         if torch.rand(()) < self.crop:
-            image, target = resized(image, target, _one_of(self.crop_sides, 100))
+            side = _one_of(self.crop_sides, 100)
+            image, target = resized(image, target, side, MAX_RESIZED_RATIO * side)  # a strip stays affordable
             least, most = self.crop_size
             height, width = (_between(min(side, least), min(side, most)) for side in image.shape[1:])
             top, left = _between(0, image.shape[1] - height), _between(0, image.shape[2] - width)

@@ -10,6 +10,7 @@ import contextlib
 import io
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +18,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL.Image import Image
 from torch import Tensor
 
-from sima_attn._files import written_whole
-from sima_attn._images import to_rgb
+from sima_attn._files import atomic_write
+from sima_attn._images import check_size, read_image, stored_size
 
 # Where the files of a split lie: COCO's own folders first.
 ANNOTATION_FILES = (
@@ -33,6 +34,8 @@ ANNOTATION_FILES = (
 )
 IMAGE_FOLDERS = ("{split}2017", "images/{split}2017", "{split}", "images/{split}", "images", ".")
 LEAST_SIDE = 1.0  # pixels, of a box to train on
+MAX_OUTLINE = 2_000_000  # pixels of a polygon's length; pycocotools takes about 100 bytes for each
+CODE = re.compile("(?:[P-o]{0,5}[0-O])+")  # numbers of a run-length code: digits with a successor, and the last one
 KINDS = {"box": "bbox", "mask": "segm"}
 
 
@@ -50,9 +53,10 @@ class LeftOut:
 
     reasons: dict[str, tuple[int, str]]
 
-    def add(self, reason: str, record: Mapping[str, Any]) -> None:
+    def add(self, reason: str, record: Any) -> None:
         """Take note of a record."""
-        count, first = self.reasons.get(reason, (0, f"id {record.get('id', 'none')}"))
+        name = f"id {record.get('id', 'none')!s:.40}" if isinstance(record, dict) else f"{record!s:.40}"
+        count, first = self.reasons.get(reason, (0, name))
         self.reasons[reason] = (count + 1, first)
 
     def lines(self) -> list[str]:
@@ -97,13 +101,18 @@ class CocoData:
         """Where an image lies."""
         return str(self.folder / self.images[index]["file_name"])
 
-    def read(self, index: int) -> Image.Image:
-        """An image as RGB, whatever its mode."""
+    def read(self, index: int) -> Image:
+        """An image as RGB, upright. Raises if it cannot be read; the message gives the reason without the name."""
         record = self.images[index]
-        with Image.open(self.name(index)) as file:
-            image = to_rgb(file)
-        if image.size != (record["width"], record["height"]):
-            raise ValueError(f"{self.name(index)} has the size {image.size}, the annotations have another one")
+        image, annotated = read_image(self.name(index)), (record["width"], record["height"])
+        if image.size != annotated:
+            message = f"it has the size {image.size}, the annotations have {annotated}"
+            if stored_size(self.name(index)) == annotated:
+                message += (
+                    ": they ignore its EXIF orientation, with which it is upright; annotate the upright image, or "
+                    "remove the orientation from the file"
+                )
+            raise ValueError(message)
         return image
 
     def target(self, index: int) -> dict[str, Tensor]:
@@ -129,7 +138,7 @@ class CocoData:
         return CocoData(self.file, self.folder, images, objects, self.categories)
 
     def ground_truth(self) -> Any:
-        """A pycocotools COCO of these annotations, areas and crowd marks filled in where the file has none."""
+        """A pycocotools COCO of these annotations, areas filled in where the file has none."""
         check_pycocotools()
         from pycocotools.coco import COCO
 
@@ -137,11 +146,11 @@ class CocoData:
         annotations: list[dict[str, Any]] = []
         for image, objects in zip(self.images, self.objects, strict=True):
             for a in objects:
-                area = a.get("area")
-                if area is None:
+                area: Any = a.get("area")
+                if not (_is_finite(area) and area >= 0):
                     area = int(mask_of(a, image["height"], image["width"]).sum())
                 known = {"id": len(annotations) + 1, "image_id": image["id"], "area": area}
-                annotations.append({**a, **known, "iscrowd": int(a.get("iscrowd", 0))})
+                annotations.append({**a, **known})
         coco.dataset = {"images": self.images, "annotations": annotations, "categories": self.categories}
         with contextlib.redirect_stdout(io.StringIO()):
             coco.createIndex()
@@ -167,7 +176,11 @@ def open_coco(path: str | Path, split: str, say: Callable[[str], None] = print) 
     objects: list[list[dict[str, Any]]] = [[] for _ in images]
     known = {category["id"] for category in categories}
     for annotation in content["annotations"]:
-        place = places.get(annotation.get("image_id"))
+        if not isinstance(annotation, dict):
+            left_out.add("annotations that are not JSON objects", annotation)
+            continue
+        image_id = annotation.get("image_id")
+        place = places.get(image_id) if _is_id(image_id) else None
         if place is None:
             left_out.add("annotations of an image that is not in the file", annotation)
             continue
@@ -185,7 +198,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """The content of an annotation file."""
     try:
         content = json.loads(file.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, too many digits, too deep
         raise ValueError(f"{file} is no json: {error}") from error
     missing = [
         key
@@ -199,7 +212,11 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def _categories(content: dict[str, Any], file: Path) -> list[dict[str, Any]]:
     categories = content["categories"]
-    wrong = [c for c in categories if not isinstance(c, dict) or "name" not in c or not isinstance(c.get("id"), int)]
+    wrong = [
+        c
+        for c in categories
+        if not isinstance(c, dict) or "name" not in c or not _is_id(c.get("id")) or isinstance(c["id"], str)
+    ]
     if wrong or not categories:
         given = wrong[0] if wrong else "no category"
         raise ValueError(f"{file}: a category needs a whole number as id and a name, got {given}")
@@ -209,19 +226,27 @@ def _categories(content: dict[str, Any], file: Path) -> list[dict[str, Any]]:
 
 
 def _images(content: dict[str, Any], file: Path, left_out: LeftOut) -> list[dict[str, Any]]:
-    images: dict[int, dict[str, Any]] = {}
+    images: dict[int | str, dict[str, Any]] = {}
     for record in content["images"]:
-        sides = [record.get("height"), record.get("width")]
-        if "id" not in record or not record.get("file_name"):
+        if not isinstance(record, dict):
+            left_out.add("images that are not JSON objects", record)
+            continue
+        sides: list[Any] = [record.get("height"), record.get("width")]
+        name = record.get("file_name")
+        if not _is_id(record.get("id")) or not isinstance(name, str) or not name:
             left_out.add("images without an id or a file_name", record)
         elif not all(isinstance(side, int) and side > 0 for side in sides):
             left_out.add("images without a height and a width", record)
+        elif not _is_allowed(*sides):
+            left_out.add("images with too many pixels, or too long for their width", record)
         elif record["id"] in images:
             raise ValueError(f"{file}: two images have the id {record['id']}")
         else:
             images[record["id"]] = record
     if not images:
         raise ValueError(f"{file} has no images")
+    if len({type(id_) for id_ in images}) > 1:
+        raise ValueError(f"{file}: some ids of images are numbers and some strings; use one of the two")
     return list(images.values())
 
 
@@ -235,9 +260,17 @@ def _image_folder(root: Path, split: str, images: Sequence[Mapping[str, Any]]) -
 
 
 def _checked(annotation: dict[str, Any], image: Mapping[str, Any], known: set[int]) -> tuple[str, dict[str, Any]]:
-    """(why an annotation cannot be used, "" if it can; the annotation, its broken polygons left out)."""
-    if annotation.get("category_id") not in known:
+    """(why an annotation cannot be used, "" if it can; the annotation, its broken polygons left out).
+
+    pycocotools trusts what it is given, and reads and writes beyond its memory where that is wrong.
+    """
+    category = annotation.get("category_id")
+    if not _is_id(category) or category not in known:
         return "of a category that is not in the file", {}
+    crowd = annotation.get("iscrowd")
+    if crowd not in (None, 0, 1):
+        return "whose iscrowd is neither 0 nor 1", {}
+    annotation = {**annotation, "iscrowd": int(crowd or 0)}
     box = annotation.get("bbox")
     if not isinstance(box, list) or len(box) != 4 or not all(_is_finite(x) for x in box):
         return "whose box is not four numbers", {}
@@ -245,22 +278,77 @@ def _checked(annotation: dict[str, Any], image: Mapping[str, Any], known: set[in
         return "with an empty box", {}
     segmentation = annotation.get("segmentation")
     if isinstance(segmentation, dict):
-        if segmentation.get("size") != [image["height"], image["width"]] or not segmentation.get("counts"):
+        size = [image["height"], image["width"]]
+        if segmentation.get("size") != size:
             return "whose mask has not the image's size", {}
-        return "", annotation
+        if not _covers(segmentation.get("counts"), math.prod(size)):
+            return "whose run-length code does not cover the image exactly", {}
+        return "", {**annotation, "segmentation": {**segmentation, "size": size}}  # [80.0, 96.0] is the size, too
     # A polygon of four numbers would be taken for a box, and one of an odd number of them read past its end.
     polygons = [p for p in segmentation if _is_polygon(p)] if isinstance(segmentation, list) else []
     if not polygons:
         return "without a mask", {}
+    if not all(_fits(p, image["width"], image["height"]) for p in polygons):
+        return "with a polygon far outside the image, or too long", {}
     return "", {**annotation, "segmentation": polygons}
 
 
+def _is_id(x: object) -> bool:
+    """A string or a number of 64 bits: pycocotools puts ids into arrays."""
+    return isinstance(x, str) or (isinstance(x, int) and -(2**63) <= x < 2**63)
+
+
 def _is_finite(x: object) -> bool:
-    return isinstance(x, int | float) and math.isfinite(x)
+    return isinstance(x, int | float) and abs(x) < 1e300  # of a large int `math.isfinite` raises
+
+
+def _is_allowed(height: int, width: int) -> bool:
+    try:
+        check_size(width, height)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_polygon(p: object) -> bool:
     return isinstance(p, list) and len(p) >= 6 and len(p) % 2 == 0 and all(_is_finite(x) for x in p)
+
+
+def _fits(polygon: list[float], width: int, height: int) -> bool:
+    """Whether a polygon lies on the image or less than its size beside it, and is not too long to be drawn."""
+    points, size = np.array(polygon, dtype=float).reshape(-1, 2), (width, height)  # [n, 2]
+    near = (points >= np.negative(size)) & (points <= np.multiply(2, size))
+    length = np.abs(points - np.roll(points, 1, axis=0)).max(axis=1).sum()
+    return bool(near.all() and length <= MAX_OUTLINE)
+
+
+def _covers(counts: object, pixels: int) -> bool:
+    """Whether the lengths of a run-length code, a list or a string, add up to so many pixels."""
+    if isinstance(counts, str):
+        return bool(CODE.fullmatch(counts)) and _adds_up(run_lengths(counts), pixels)
+    return isinstance(counts, list) and all(isinstance(n, int) for n in counts) and _adds_up(counts, pixels)
+
+
+def _adds_up(lengths: Sequence[int], pixels: int) -> bool:
+    return len(lengths) > 0 and min(lengths) >= 0 and sum(lengths) == pixels
+
+
+def run_lengths(code: str) -> list[int]:
+    """The lengths in a run-length code as pycocotools writes it; `code` matches CODE.
+
+    A number has digits of 5 bits, the lowest first and the last one signed; from the fourth number on it is the
+    difference from the one two places before.
+    """
+    characters = np.frombuffer(code.encode("ascii"), np.uint8).astype(np.int64) - 48
+    is_last = characters < 32
+    ends = np.flatnonzero(is_last) + 1
+    starts = np.concatenate([[0], ends[:-1]])
+    places = np.arange(len(characters)) - np.repeat(starts, ends - starts)
+    digits = np.where(is_last & (characters >= 16), characters - 32, characters & 31)
+    numbers = np.add.reduceat(digits << 5 * places, starts)
+    for first in (1, 2):
+        numbers[first::2] = numbers[first::2].cumsum()
+    return numbers.tolist()
 
 
 def corners(box: Sequence[float], width: int, height: int) -> tuple[float, float, float, float]:
@@ -314,7 +402,7 @@ def to_results(image_id: int, detections: Mapping[str, Tensor], category_ids: Se
 
 def write_results(path: Path, results: Sequence[Mapping[str, Any]]) -> None:
     """A prediction file in COCO's result format."""
-    with written_whole(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_text(json.dumps(results))
 
 

@@ -16,7 +16,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from sima_attn._files import written_whole
+from sima_attn._files import atomic_write
 from sima_attn._images import check_not_over, open_photos, to_rgb, unlike
 from sima_attn.detect.mask_rcnn import SimaMaskRCNN
 from sima_attn.detect.weights import LoadedDetector
@@ -143,9 +143,9 @@ def predict_photos(
     for photo, image in open_photos(photos, say=say, on_photo=on_photo):
         found = detect(loaded.model, image, threshold)
         name = unlike(photo.stem, names)
-        with written_whole(out / f"{name}.png") as temporary:
+        with atomic_write(out / f"{name}.png") as temporary:
             draw(image, found, loaded.classes).save(temporary, format="PNG")
         told.append({**as_json(photo, image, found, loaded.classes), "picture": f"{name}.png"})
-    with written_whole(out / "detections.json") as temporary:
+    with atomic_write(out / "detections.json") as temporary:
         temporary.write_text(json.dumps(told, indent=1))
     return told

@@ -8,11 +8,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -24,6 +23,7 @@ from sima_attn.detect.recipes import DetectRecipe
 from sima_attn.detect.weights import build_detector
 from sima_attn.train.data.loader import (
     BrokenImages,
+    Loader,
     Share,
     batch_indices,
     seed_everything,
@@ -34,6 +34,9 @@ from sima_attn.train.engine import Finished, Task
 from sima_attn.train.progress import RunProgress
 from sima_attn.train.recipes import to_dict
 from sima_attn.train.start import train_task
+
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
 
 MOST_BROKEN_IN_A_ROW = 100
 Key = tuple[int, int, int]  # epoch, position in the epoch, index
@@ -62,13 +65,16 @@ class Samples(Dataset):
             try:
                 image = to_tensor(self.data.read(index))
                 break
-            except Exception:  # whatever the decoder says: the image cannot be used
+            except Exception as error:  # whatever the decoder says: the image cannot be used
                 broken.append(index)
+                reason = error
             if self.augment is None:
                 return index, None, {}, broken
             if len(broken) >= min(MOST_BROKEN_IN_A_ROW, len(self.data)):
                 names = ", ".join(self.data.name(i) for i in broken[:3])
-                raise ValueError(f"{len(broken)} images in a row cannot be read, the first ones: {names}")
+                raise ValueError(
+                    f"{len(broken)} images in a row cannot be read, the first ones: {names}; the last: {reason}"
+                )
             index = (index + 1) % len(self.data)
         if self.augment is None:
             return index, image, {}, broken
@@ -81,7 +87,7 @@ def load(samples: Samples, keys: Iterator[list[Key]], workers: int, device: torc
     """Lists of what `samples` gives, one list for each list of keys."""
     sampler: Any = keys
     # A generator of its own: the loader draws a base seed, and must not draw it from the step's randomness.
-    return DataLoader(
+    return Loader(
         samples,
         batch_sampler=sampler,
         num_workers=useful_workers(workers),
@@ -259,7 +265,7 @@ def train_detector(
     return train_task(
         recipe,
         out,
-        build=lambda fabric, progress: Detection(recipe, fabric, progress),
+        build=Detection,
         about=lambda task: {
             "detector": to_dict(recipe),
             "classes": task.data.classes,
@@ -268,6 +274,7 @@ def train_detector(
         },
         weights=lambda task: task.model,
         title=f"{recipe.name}: Mask R-CNN on {recipe.model.name}",
+        command="detect train",
         resume=resume,
         device=device,
         quiet=quiet,

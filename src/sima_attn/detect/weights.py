@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import timm
 from torch import Tensor, nn
 
+from sima_attn.detect import recipes
 from sima_attn.detect.mask_rcnn import SimaMaskRCNN, build_mask_rcnn
 from sima_attn.detect.recipes import DetectRecipe
 from sima_attn.models.weights import read_state_dict
 from sima_attn.train.checkpoint import checkpoints, load_checkpoint
 from sima_attn.train.evaluate import read_weights
-from sima_attn.train.recipes import from_dict
+from sima_attn.train.recipe_files import check_size, class_names_in, recipe_from_file, without_sources
 
 
 def build_detector(recipe: DetectRecipe, num_classes: int, *, start: bool = False, **kwargs: Any) -> SimaMaskRCNN:
@@ -88,7 +91,9 @@ def load_detector(what: str | Path, **kwargs: Any) -> LoadedDetector:
         about, weights = state["about"], state["model"]
     if "detector" not in about:
         raise ValueError(f"{path} was not written by `sima detect train`: it holds no detector")
-    recipe = from_dict(DetectRecipe, about["detector"])
-    model = build_detector(recipe, len(about["classes"]), **kwargs)
+    recipe = without_sources(recipe_from_file(DetectRecipe, about["detector"], path, recipes.check))
+    classes = class_names_in(about, path)
+    check_size(partial(timm.create_model, recipe.model.name, **recipe.model.kwargs), weights, path)
+    model = build_detector(recipe, len(classes), **kwargs)
     model.load_state_dict(weights)
-    return LoadedDetector(model.eval(), about["classes"], recipe)
+    return LoadedDetector(model.eval(), classes, recipe)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sima_attn._files import written_whole
+from sima_attn._files import atomic_write
 from sima_attn.bench.figures import check_can_plot
 
 if TYPE_CHECKING:
@@ -106,6 +106,6 @@ def _pyplot() -> Any:
 
 
 def _save(plt: Any, figure: Any, path: Path) -> None:
-    with written_whole(path) as temporary:
+    with atomic_write(path) as temporary:
         figure.savefig(temporary, dpi=150, format=path.suffix.lstrip(".") or "png")
     plt.close(figure)

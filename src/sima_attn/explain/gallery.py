@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sima_attn._files import written_whole
+from sima_attn._files import atomic_write
 from sima_attn._images import check_not_over, open_photo, open_photos, unlike
 from sima_attn.explain.drawing import Tile, effect_overlay, overlay, sheet, shrink
 from sima_attn.explain.effects import effect_scores, signed_unit
@@ -129,7 +129,7 @@ class Gallery:
             layers = range(len(reading.layers)) if self.layers is None else self.layers
             prefix = f"{unlike(subject.name, names)}." if len(self.subjects) > 1 else ""
             arrays |= {prefix + key: value for key, value in raw_scores(reading, layers, self.of).items()}
-        with written_whole(path) as temporary, open(temporary, "wb") as file:
+        with atomic_write(path) as temporary, open(temporary, "wb") as file:
             np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
         return path
 
@@ -209,6 +209,6 @@ def _lines(tiles: Sequence[Tile], count: int) -> list[list[Tile]]:
 
 
 def _save(picture: Image, path: Path) -> Path:
-    with written_whole(path) as temporary:
+    with atomic_write(path) as temporary:
         picture.save(temporary, format="PNG")
     return path
