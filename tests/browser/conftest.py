@@ -1,6 +1,8 @@
 """Debian's Chromium without a window."""
 
+import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ FLAGS = (
 
 
 @pytest.fixture(scope="session")
-def chromium(tmp_path_factory):
+def chromium():
     """A browser whose console is read; one for all tests, since it takes seconds to start."""
     if not CHROMIUM or not DRIVER:
         pytest.skip("there is no chromium or no chromedriver here: `make browser` installs them")
@@ -21,15 +23,17 @@ def chromium(tmp_path_factory):
     from selenium.webdriver.chrome.options import Options
     from selenium.webdriver.chrome.service import Service
 
-    options = Options()
-    options.binary_location = CHROMIUM
-    for flag in [*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"]:
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    driver.set_script_timeout(60)
-    yield driver
-    driver.quit()
+    # In /tmp, wherever TMPDIR is: Chromium opens a socket there, whose path must be short.
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="chromium-", ignore_cleanup_errors=True) as folder:
+        options = Options()
+        options.binary_location = CHROMIUM
+        for flag in [*FLAGS, f"--user-data-dir={folder}"]:
+            options.add_argument(flag)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+        driver = webdriver.Chrome(options=options, service=Service(DRIVER, env={**os.environ, "TMPDIR": "/tmp"}))
+        driver.set_script_timeout(60)
+        yield driver
+        driver.quit()
 
 
 @pytest.fixture(scope="session")

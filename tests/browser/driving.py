@@ -1,11 +1,8 @@
-"""A server in a thread, and what a visitor does to a page and sees of it."""
+"""What a visitor does to a page and sees of it."""
 
 import base64
 import io
-import threading
-from contextlib import contextmanager
 
-import uvicorn
 from PIL import Image
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
@@ -21,40 +18,6 @@ document.dispatchEvent(kind === "paste"
   ? new ClipboardEvent("paste", { clipboardData: held, bubbles: true })
   : new DragEvent(kind, { dataTransfer: held, bubbles: true, cancelable: true }));
 """
-
-
-class Served:
-    """A running server: its address, and every request it got as (method, path)."""
-
-    def __init__(self, app):
-        self.requests = []
-
-        async def noting(scope, receive, send):
-            if scope["type"] == "http":
-                self.requests.append((scope["method"], scope["path"]))
-            await app(scope, receive, send)
-
-        self.server = uvicorn.Server(uvicorn.Config(noting, port=0, log_level="warning", timeout_graceful_shutdown=2))
-        self.thread = threading.Thread(target=self.server.run, daemon=True)
-
-    @property
-    def address(self):
-        return f"http://127.0.0.1:{self.server.servers[0].sockets[0].getsockname()[1]}"
-
-
-@contextmanager
-def serving(app):
-    """The application in a thread of its own until the block ends."""
-    served = Served(app)
-    served.thread.start()
-    while not served.server.started:
-        assert served.thread.is_alive(), "the server did not start"
-        served.thread.join(0.02)
-    try:
-        yield served
-    finally:
-        served.server.should_exit = True
-        served.thread.join(20)
 
 
 def set_window(driver, size, *, dark=False):

@@ -15,9 +15,11 @@ pytest.importorskip("selenium")
 pytest.importorskip("onnxscript")
 pytest.importorskip("onnxruntime")
 
-from driving import NARROW, WIDE, complaints, give, serving, set_window, shown, until
+from driving import NARROW, WIDE, complaints, give, set_window, shown, until
 from selenium.webdriver.common.by import By
 
+from serving import serving
+from sima_attn._images import read_image
 from sima_attn.explain.subject import subject_of
 from sima_attn.export.onnx import export_onnx
 from sima_attn.export.preprocessing import Preprocessing
@@ -78,7 +80,7 @@ def noisy(size, colour):
 def expected(path, data):
     """The five best labels and their probabilities, by ONNX Runtime in Python."""
     session = open_model(path)
-    image = Image.open(io.BytesIO(data)).convert("RGB")
+    image = read_image(io.BytesIO(data))
     if session.metadata["preprocessing_inside"] == "true":
         given = np.asarray(image)
     else:
@@ -122,6 +124,42 @@ def test_the_browser_says_what_python_says_and_sends_no_photo(chromium, subject,
         assert len(served.requests) == asked  # four photos, and nothing was asked of the server
         assert {method for method, _ in served.requests} == {"GET"}
     assert complaints(chromium) == []
+
+
+def from_a_turned_phone():
+    """A bright top over a dark bottom, stored lying, with the orientation noted."""
+    noise = np.random.default_rng(0).integers(0, 60, (160, 120, 3)).repeat(2, 0).repeat(2, 1)
+    upright = noise + np.linspace(190, 0, 320)[:, None, None]
+    exif, buffer = Image.Exif(), io.BytesIO()
+    exif[0x0112] = 6
+    Image.fromarray(np.rot90(upright).astype(np.uint8)).save(buffer, "JPEG", exif=exif, quality=100, subsampling=0)
+    return buffer.getvalue()
+
+
+@needs_runtime
+def test_a_photo_is_upright_in_the_browser_too(chromium, subject, files):
+    data = from_a_turned_phone()
+    lying = np.asarray(read_image(io.BytesIO(data)).rotate(90, expand=True))
+    Image.fromarray(lying).save(turned := io.BytesIO(), "PNG")
+    _, probabilities = expected(files["float32"], data)
+    assert expected(files["float32"], turned.getvalue())[1] != pytest.approx(probabilities, abs=0.02)
+    with serving(create_app(subject, in_browser=InBrowser(files["float32"], WEB))) as served:
+        chromium.get(f"{served.address}/browser")
+        until(chromium, lambda: "your photo does not leave it" in shown(chromium, "model"))
+        give(chromium, data, media="image/jpeg")
+        until(chromium, lambda: " ms" in shown(chromium, "status"))
+        assert read(chromium)[1] == pytest.approx(probabilities, abs=0.005)
+
+
+@needs_runtime
+def test_a_strip_is_refused_as_on_the_server(chromium, subject, files):
+    Image.new("RGB", (3000, 29)).save(strip := io.BytesIO(), "PNG")
+    with serving(create_app(subject, in_browser=InBrowser(files["float32"], WEB))) as served:
+        chromium.get(f"{served.address}/browser")
+        until(chromium, lambda: "your photo does not leave it" in shown(chromium, "model"))
+        give(chromium, strip.getvalue())
+        message = "3000 x 29 pixels; the longer side may be at most 100 times the shorter one"
+        until(chromium, lambda: message in shown(chromium, "status"))
 
 
 @needs_runtime

@@ -13,12 +13,13 @@ pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 pytest.importorskip("selenium")
 
-from driving import NARROW, WIDE, complaints, give, photo, serving, set_window, shown, until
+from driving import NARROW, WIDE, complaints, give, photo, set_window, shown, until
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select
 
+from serving import serving
 from sima_attn.explain.subject import subject_of
 from sima_attn.serve import looking
 from sima_attn.serve.app import create_app

@@ -1,6 +1,7 @@
 """The server asked at random: by its own description of its interface, and with photos that were damaged on the way."""
 
 import io
+from functools import partial
 
 import pytest
 import timm
@@ -28,7 +29,7 @@ BOUNDED = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(scope="module")
-def app(tmp_path_factory):
+def make_app(tmp_path_factory):
     samples = tmp_path_factory.mktemp("samples")
     Image.new("RGB", (60, 40), (200, 20, 20)).save(samples / "red.png")
     model = timm.create_model("sima_deit_tiny_patch16_224", **VIT).eval()
@@ -36,18 +37,19 @@ def app(tmp_path_factory):
     limits = Limits(bytes=200_000, pixels=2_000_000, tokens=64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(looking, "TIMED_SECONDS", 0.0)
-        yield create_app(subject, samples=samples, limits=limits, hosts=None)
+        yield partial(create_app, subject, samples=samples, limits=limits, hosts=None)
 
 
 @pytest.fixture(scope="module")
-def client(app):
-    with TestClient(app) as client:
+def client(make_app):
+    with TestClient(make_app()) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def interface(app):
-    return schemathesis.openapi.from_asgi("/openapi.json", app)
+def interface(make_app):
+    # An app of its own: schemathesis starts it and shuts it down, after which it answers nobody.
+    return schemathesis.openapi.from_asgi("/openapi.json", make_app())
 
 
 @pytest.mark.parametrize("mode", list(schemathesis.GenerationMode), ids=lambda mode: mode.value)

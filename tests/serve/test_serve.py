@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import json
 import re
 import signal
 import socket
@@ -14,6 +15,8 @@ import zlib
 
 import pytest
 import timm
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 pytest.importorskip("fastapi")
@@ -27,10 +30,10 @@ from sima_attn.nn import SimAttention
 from sima_attn.nn.baselines.softmax import SoftmaxAttention
 from sima_attn.serve import looking
 from sima_attn.serve.app import PAGE, create_app
-from sima_attn.serve.in_browser import RUNTIME, InBrowser
+from sima_attn.serve.in_browser import RUNTIME, InBrowser, browser_model
 from sima_attn.serve.limits import Gate, Limits, Refusal
 from sima_attn.serve.looking import Looker, softmax_twin
-from sima_attn.serve.photos import decode
+from sima_attn.serve.photos import count_scans, decode
 from sima_attn.serve.run import serve
 
 VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 2, "num_classes": 5}
@@ -66,6 +69,14 @@ def bomb(side=60_000):
 
     header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0")) + chunk(b"IEND", b"")
+
+
+def many_scans(count, side=32):
+    """A progressive JPEG, its last scan repeated until there are so many."""
+    whole = photo((side, side), "JPEG", progressive=True)
+    last, end = whole.rfind(b"\xff\xda"), whole.rfind(b"\xff\xd9")
+    repeats = count - whole.count(b"\xff\xda")
+    return whole[:last] + whole[last:end] * (repeats + 1) + whole[end:]
 
 
 def test_a_photo_is_classified_and_every_layer_drawn(client):
@@ -149,6 +160,7 @@ HOSTILE = {
     "a bomb": (bomb(), 413),
     "a smaller bomb": (bomb(2_000), 413),
     "too many bytes": (b"\0" * 200_001, 413),
+    "too many scans": (many_scans(LIMITS.scans + 1), 413),
     "a format left out": (photo(kind="TIFF"), 415),
 }
 
@@ -180,7 +192,7 @@ KINDS = [
     ("1", "BMP", (8, 8)),
     ("CMYK", "JPEG", (64, 64)),
     ("RGB", "WEBP", (1, 1)),
-    ("RGB", "PNG", (1900, 1)),
+    ("RGB", "PNG", (1900, 19)),
 ]
 
 
@@ -204,7 +216,7 @@ def test_a_transparent_photo_is_what_the_commands_and_training_read(mode, tmp_pa
     assert decode(path.read_bytes(), LIMITS).tobytes() == open_photo(path).tobytes()
 
 
-@pytest.mark.parametrize("query", ["size=0", "size=-1", "size=99999", "size=abc", "size=33", "size=1e9"])
+@pytest.mark.parametrize("query", "size=0 size=-1 size=99999 size=abc size=33 size=1e9 size=32.0 size=3_2".split())
 def test_settings_out_of_range_are_422(client, query):
     refused = client.post(f"/api/analyse?{query}", content=photo())
     assert refused.status_code == 422
@@ -278,6 +290,80 @@ def test_a_model_in_the_browser_is_there_or_how_to_get_it(tmp_path, monkeypatch)
         InBrowser(tmp_path / "bare.onnx", web)
 
 
+@pytest.fixture(scope="module")
+def small_onnx(tmp_path_factory):
+    """Metadata -> an ONNX file of three classes that takes images of 32 px, written by whomever."""
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxruntime")
+    from onnx import TensorProto, helper
+
+    nodes = [
+        helper.make_node("GlobalAveragePool", ["images"], ["means"]),
+        helper.make_node("Flatten", ["means"], ["logits"]),
+    ]
+    images = helper.make_tensor_value_info("images", TensorProto.FLOAT, ["batch", 3, 32, 32])
+    logits = helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", 3])
+    graph = helper.make_graph(nodes, "small", [images], [logits])
+    path = tmp_path_factory.mktemp("onnx") / "small.onnx"
+
+    def write(**metadata):
+        proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+        helper.set_model_props(proto, {f"sima_attn.{key}": value for key, value in (HONEST | metadata).items()})
+        onnx.save(proto, path)
+        return path
+
+    return write
+
+
+PREPARED = {"size": 32, "mean": [0.5, 0.5, 0.5], "std": [0.2, 0.2, 0.2], "crop_ratio": 0.9, "interpolation": "bicubic"}
+HONEST = {"preprocessing": json.dumps(PREPARED), "labels": json.dumps(CLASSES[:3]), "model": "small"}
+
+
+def prepared(**changed):
+    return {"preprocessing": json.dumps(PREPARED | changed)}
+
+
+FOREIGN = {
+    "no JSON": ({"preprocessing": "{"}, "this is not the pre-processing of an exported model"),
+    "too deep": ({"preprocessing": "[" * 100_000}, "this is not the pre-processing of an exported model"),
+    "a list": ({"preprocessing": "[1, 2]"}, "this is not the pre-processing"),
+    "unknown settings": (prepared(url="http://127.0.0.1:9"), "this is not the pre-processing"),
+    "a huge image": (prepared(size=10**9), "size must be a whole number from 1 to 8192 pixels, got 1000000000"),
+    "a negative size": (prepared(size=-1), "size must be a whole number"),
+    "a size in words": (prepared(size="32"), "size must be a whole number"),
+    "another size": (prepared(size=64), "tell of an input .*64.* and the model has .*32"),
+    "a huge resize": (prepared(crop_ratio=1e-9), "size / crop_ratio must be at most 8192 pixels"),
+    "a ratio in words": (prepared(crop_ratio="1"), "crop_ratio must lie in"),
+    "two means": (prepared(mean=[0.5, 0.5]), "mean must be three numbers"),
+    "a mean in words": (prepared(mean="abc"), "mean must be three numbers"),
+    "not a number": (prepared(std=[float("nan")] * 3), "std must be three numbers"),
+    "no deviation": (prepared(std=[0.2, 0.2, 0]), "std must be above 0"),
+    "another filter": (prepared(interpolation="../x"), "interpolation must be bicubic or bilinear"),
+    "labels in a table": ({"labels": '{"a": 1}'}, "labels of an ONNX file must be a list of names"),
+    "labels in numbers": ({"labels": "[1, 2, 3]"}, "labels of an ONNX file must be a list of names"),
+    "labels of another model": ({"labels": '["a", "b"]'}, "tell of an output .*2.* and the model has .*3"),
+    "a photo as input": ({"preprocessing_inside": "true"}, "tell of an input .* and the model has"),
+    "perhaps inside": (
+        {"preprocessing_inside": "perhaps"},
+        "preprocessing_inside must be false or true, got 'perhaps'",
+    ),
+    "another precision": ({"precision": "<b>"}, "precision must be float32 or int8, got '<b>'"),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_the_metadata_of_a_model_for_the_browser_are_checked(small_onnx, name):
+    metadata, message = FOREIGN[name]
+    with pytest.raises(ValueError, match=message):
+        browser_model(small_onnx(**metadata))
+
+
+def test_honest_metadata_of_a_model_for_the_browser_are_shown(small_onnx):
+    model = browser_model(small_onnx(model="m" * 1000, precision="int8"))
+    assert (model.size, model.crop_ratio, model.precision, model.classes) == (32, 0.9, "int8", CLASSES[:3])
+    assert model.name == "m" * 200
+
+
 def test_samples_are_offered_by_name_alone(client):
     assert client.get("/api/samples").json() == ["red"]
     small = client.get("/api/samples/red?side=30")
@@ -296,10 +382,70 @@ def test_samples_of_every_ending_are_read_and_none_hides_another(tmp_path):
     assert {client.get(f"/api/samples/{name}").status_code for name in names} == {200}
 
 
-def test_other_hosts_and_other_sites_are_turned_away(client):
-    assert client.get("/", headers={"host": "evil.example"}).status_code == 400
-    asked = client.post("/api/analyse", content=photo(), headers={"sec-fetch-site": "cross-site"})
-    assert asked.status_code == 403
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.1:8000", "localhost", "LOCALHOST:80", "[::1]", "[::1]:8000"])
+def test_its_own_names_are_answered_and_pages_of_it_may_post(client, host):
+    headers = {"host": host, "origin": f"http://{host}", "sec-fetch-site": "same-origin"}
+    assert client.get("/", headers={"host": host}).status_code == 200
+    assert client.post("/api/analyse", content=photo(), headers=headers).status_code == 200
+
+
+MALFORMED = "|:8000|127.0.0.1:|127.0.0.1:x|127.0.0.1:80:80|127.0.0.1:70000|a@127.0.0.1|127.0.0.1@b|127.0.0.1/a|::1|[::1"
+MALFORMED += "|127.0.0.1 b|127.0.0.1,b|127.0.0.1?b|127.0.0.1#b|127.0.0.1\\b|http://127.0.0.1|[127.0.0.1]b"
+OTHER = ("evil.example", "127.0.0.1.evil.example", "localhost.", "127.0.0.10", "[::2]", "[127.0.0.1].evil")
+
+
+@pytest.mark.parametrize("host", [*MALFORMED.split("|"), *OTHER])
+def test_malformed_and_other_hosts_are_refused(client, host):
+    assert client.get("/", headers={"host": host}).status_code == 400
+
+
+def test_a_malformed_host_is_refused_where_any_is_allowed():
+    client = TestClient(create_app(small_subject(), hosts=None))
+    assert client.get("/", headers={"host": "any.example:8000"}).status_code == 200
+    assert client.get("/", headers={"host": "any.example:x"}).status_code == 400
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"sec-fetch-site": "cross-site"},
+        {"sec-fetch-site": "same-site"},
+        {"origin": "null"},
+        {"origin": "http://evil.example"},
+        {"origin": "http://127.0.0.1:3000"},
+        {"origin": "http://127.0.0.1.evil.example"},
+        {"origin": "file://127.0.0.1"},
+        {"origin": "http://127.0.0.1", "sec-fetch-site": "cross-site"},
+        {"origin": "http://evil.example", "sec-fetch-site": "same-origin"},
+    ],
+    ids=lambda headers: " ".join(headers.values()),
+)
+def test_a_photo_from_another_site_is_refused(client, headers):
+    refused = client.post("/api/analyse", content=photo(), headers=headers)
+    assert refused.status_code == 403
+    assert client.get("/", headers=headers).status_code == 200  # a link from there may lead here
+
+
+@settings(max_examples=200)
+@given(st.lists(st.sampled_from([b"\xff", b"\xff\xda", b"\xff\xd9", b"\xff\xff", b"\0\4ab", b"\0", b"\x01", b"\xd8"])))
+def test_scans_are_counted_in_any_bytes(parts):
+    data = b"".join(parts)
+    assert 0 <= count_scans(data, 3) <= min(4, data.count(b"\xff\xda"))
+
+
+def test_scans_are_those_of_the_photo_alone():
+    assert count_scans(photo(kind="JPEG"), 1000) == 1
+    for count in (10, LIMITS.scans, 1000):
+        assert count_scans(many_scans(count), 1000) == count
+    assert count_scans(many_scans(1000), 7) == 8  # it does not look further
+    thumbnail = Image.Exif()
+    thumbnail[0x010E] = photo(kind="JPEG").decode("latin-1")  # scans in a segment, as of a thumbnail
+    assert count_scans(photo(kind="JPEG", exif=thumbnail, comment=b"\xff\xda" * 300), 1000) == 1
+    assert count_scans(photo(kind="JPEG") + b"\xff\xda" * 300, 1000) == 1  # a film behind the photo
+
+
+def test_a_photo_of_as_many_scans_as_allowed_is_read(client):
+    assert client.post("/api/analyse", content=many_scans(LIMITS.scans)).status_code == 200
 
 
 def test_an_error_of_ours_is_a_500_without_its_text(client, monkeypatch):

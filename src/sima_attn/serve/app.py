@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
@@ -12,16 +13,20 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse
+from pydantic import BeforeValidator
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from sima_attn._version import __version__
 from sima_attn.explain.subject import Subject
+from sima_attn.serve.connections import LoopErrors
 from sima_attn.serve.in_browser import BrowserModel, InBrowser
 from sima_attn.serve.limits import Gate, Limits, Refusal
 from sima_attn.serve.looking import Analysis, Effect, Looker, ModelFacts, Times
 from sima_attn.serve.photos import decode, find_samples, thumbnail
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
+HOST = re.compile(r"(?:\[(?P<ipv6>[0-9a-f:.]+)\]|(?P<name>[a-z0-9._-]+))(?::(?P<port>[0-9]{1,5}))?")
 # No inline script or style, nothing from elsewhere.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -64,8 +69,18 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
     429: {"description": "Too many requests wait", "content": ERROR},
     504: {"description": "Out of time", "content": ERROR},
 }
-Number = Annotated[int, Query(ge=0, le=100_000)]
 log = logging.getLogger("sima_attn.serve")
+
+
+def _digits(text: object) -> object:
+    """What pydantic reads as an int, less what only looks like one: 1.0, 1_000."""
+    if isinstance(text, str) and not re.fullmatch("-?[0-9]+", text):
+        raise ValueError("must be written in digits")
+    return text
+
+
+Digits = Annotated[int, BeforeValidator(_digits)]
+Number = Annotated[Digits, Query(ge=0, le=100_000)]
 
 
 def create_app(
@@ -79,13 +94,14 @@ def create_app(
     """The application. `hosts` are the names it answers to, None for any: a page elsewhere cannot pose as ours."""
     limits = limits or Limits()
     gate, looker, offered = Gate(limits), Looker(subject, limits), find_samples(samples)
-    Size = Annotated[int, Query(ge=1, le=4096, description="Pixels.", json_schema_extra={"enum": looker.sizes})]
+    Size = Annotated[Digits, Query(ge=1, le=4096, description="Pixels.", json_schema_extra={"enum": looker.sizes})]
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        asyncio.get_running_loop().set_exception_handler(LoopErrors())
         gate.open()
         yield
-        await asyncio.to_thread(gate.close)
+        gate.close()
 
     app = FastAPI(
         title="sima-attn",
@@ -101,9 +117,14 @@ def create_app(
     _add_browser(app, in_browser or InBrowser())
 
     async def on_photo(request: Request, look: Callable[[Any], Any]) -> Any:
-        """Admit the request, read its photo and look at it; whoever finds the house full is told before uploading."""
+        """Read the photo, admit the request and look at it.
+
+        A place is taken when the photo is here: a slow upload keeps nobody out. Where there is none, the client is told
+        before it uploads.
+        """
+        gate.check_not_full()
+        data = await _body(request, limits)
         with gate.admit():
-            data = await _body(request, limits)
             photo = await gate.decode(partial(decode, data, limits))
             return await gate.run(partial(look, photo))
 
@@ -165,7 +186,7 @@ def _add_samples(app: FastAPI, offered: Mapping[str, Path], limits: Limits, gate
             **{status: REFUSALS[status] for status in (422, 429, 504)},
         },
     )
-    async def sample(name: str, side: Annotated[int, Query(ge=16, le=1024)] = 1024) -> Response:
+    async def sample(name: str, side: Annotated[Digits, Query(ge=16, le=1024)] = 1024) -> Response:
         """A photo as JPEG."""
         if name not in offered:
             raise Refusal(404, "there is no such sample")
@@ -203,7 +224,25 @@ async def _body(request: Request, limits: Limits) -> bytes:
                     raise too_large
     except TimeoutError:
         raise Refusal(408, f"the upload took longer than {limits.upload_seconds:g} seconds") from None
+    except ClientDisconnect:
+        raise Refusal(400, "the client closed the connection during the upload") from None
     return bytes(data)
+
+
+def _host_name(request: Request) -> str | None:
+    """The host in the Host header; None where the header is malformed or missing."""
+    found = HOST.fullmatch(request.headers.get("host", "").lower())
+    if found is None or int(found["port"] or 0) > 65535:
+        return None
+    return found["ipv6"] or found["name"]
+
+
+def _is_from_another_site(request: Request) -> bool:
+    """Whether a browser says that the page which sends this was not served from here."""
+    host, origin = request.headers["host"].lower(), request.headers.get("origin")
+    if origin is not None and origin.lower() not in (f"http://{host}", f"https://{host}"):  # https: behind a proxy
+        return True
+    return request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
 
 
 def _answer_errors(app: FastAPI, hosts: tuple[str, ...] | None) -> None:
@@ -215,9 +254,12 @@ def _answer_errors(app: FastAPI, hosts: tuple[str, ...] | None) -> None:
 
     @app.middleware("http")
     async def guard(request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:
-        if hosts is not None and (request.url.hostname or "") not in hosts:
+        name = _host_name(request)
+        if name is None:
+            return answer(400, "the Host header must be NAME or NAME:PORT")
+        if hosts is not None and name not in hosts:
             return answer(400, f"this server answers to {', '.join(hosts)} only")
-        if request.headers.get("sec-fetch-site") == "cross-site" and request.method != "GET":
+        if request.method not in ("GET", "HEAD") and _is_from_another_site(request):
             return answer(403, "this was asked for by another site")
         try:
             response = await go_on(request)

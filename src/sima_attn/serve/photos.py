@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import io
+import re
 import warnings
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
-from sima_attn._images import ENDINGS, images_in, to_rgb
+from sima_attn._images import ENDINGS, check_size, images_in, make_upright, to_rgb
 from sima_attn.serve.limits import Limits, Refusal
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 SAMPLE_FORMATS = (*FORMATS, "TIFF", "PPM")  # of ENDINGS; the samples are files of whoever serves them
 DRAWN = 1024  # more pixels a side than any model is shown
 MOST_SAMPLES = 60
+JPEG_MARKER = re.compile(rb"\xff([^\x00\xd0-\xd7\xff])")  # in coded data FF 00 is a byte, FF D0 to FF D7 a restart
+END_OF_IMAGE, START_OF_SCAN, WITHOUT_LENGTH = 0xD9, 0xDA, (0x01, 0xD8)
 SAMPLES = {  # of scikit-image, which brings these files along
     "cat": "chelsea.png",
     "astronaut": "astronaut.png",
@@ -46,14 +49,35 @@ def decode(data: bytes, limits: Limits, formats: tuple[str, ...] = FORMATS) -> I
     millions = image.width * image.height / 1e6
     if millions > limits.pixels / 1e6:
         raise Refusal(413, f"the photo has {millions:.0f} million pixels, {limits.pixels / 1e6:g} million are allowed")
+    if image.format in ("JPEG", "MPO") and count_scans(data, limits.scans) > limits.scans:
+        raise Refusal(413, f"the photo is a progressive JPEG of more than {limits.scans} scans; save it with fewer")
+    try:
+        check_size(*image.size)
+    except ValueError as error:
+        raise Refusal(413, f"the photo cannot be used: {error}") from None
     try:
         image.draft("RGB", (DRAWN, DRAWN))  # JPEG decodes at a fraction of its size where that is enough
-        image.load()
-        upright = to_rgb(ImageOps.exif_transpose(image))
+        upright = to_rgb(make_upright(image))
         upright.thumbnail((DRAWN, DRAWN))
     except Exception:  # as above, in the pixels
         raise Refusal(422, "the photo is broken: its pixels cannot be decoded") from None
     return upright
+
+
+def count_scans(data: bytes, most: int) -> int:
+    """Scans of the first image in a JPEG file, counted up to one more than `most`.
+
+    Markers inside a segment, such as those of a thumbnail, do not count, nor does what follows the end of the image.
+    """
+    count, position = 0, 0
+    while count <= most and (marker := JPEG_MARKER.search(data, position)):
+        kind, position = marker[1][0], marker.end()
+        if kind == END_OF_IMAGE:
+            break
+        count += kind == START_OF_SCAN
+        if kind not in WITHOUT_LENGTH:
+            position += int.from_bytes(data[position : position + 2], "big")
+    return count
 
 
 def find_samples(folder: Path | None) -> Mapping[str, Path]:
@@ -61,7 +85,7 @@ def find_samples(folder: Path | None) -> Mapping[str, Path]:
     if folder is not None:
         if not folder.is_dir():
             raise FileNotFoundError(f"the folder of samples {folder} does not exist")
-        files = images_in(folder)
+        files = [path for path in images_in(folder) if path.is_file()]  # no pipe, which could not be read
         if not files:
             raise FileNotFoundError(f"the folder of samples {folder} has no images ({', '.join(ENDINGS)})")
         files = files[:MOST_SAMPLES]

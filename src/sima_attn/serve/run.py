@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import os
 import socket
+from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import uvicorn
+
     from sima_attn.explain.subject import Subject
     from sima_attn.serve.limits import Limits
 
 NEEDED = ("fastapi", "uvicorn", "PIL")
+# Also what asyncio accepts at once, before a connection too many is closed. Together with `Limits.connections` it is
+# below the 256 descriptors that some systems allow a process.
+BACKLOG = 64
 
 
 def check_installed() -> None:
@@ -32,7 +41,7 @@ def serve(
     onnx: Path | None = None,
     onnxruntime_web: Path | None = None,
 ) -> None:
-    """Serve until Ctrl-C or SIGTERM; what runs then is finished first."""
+    """Serve until Ctrl-C or SIGTERM; requests that run then have `limits.stop_seconds` to be answered."""
     import uvicorn
 
     from sima_attn.serve.app import LOCAL, create_app
@@ -46,7 +55,7 @@ def serve(
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))
-            listener.listen(128)  # before the address is printed: who reads it may come at once
+            listener.listen(BACKLOG)  # before the address is printed: who reads it may come at once
         except OSError as error:
             if error.errno in (errno.EADDRINUSE, errno.EACCES):
                 raise ValueError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from None
@@ -56,7 +65,31 @@ def serve(
             ) from None
         shown = f"[{host}]" if ":" in host else host
         print(f"http://{shown}:{listener.getsockname()[1]}  (Ctrl-C stops it)", flush=True)
-        config = uvicorn.Config(
-            app, log_level="warning", timeout_keep_alive=10, timeout_graceful_shutdown=15, server_header=False
-        )
-        uvicorn.Server(config).run(sockets=[listener])
+        try:
+            uvicorn.Server(server_config(app, limits)).run(sockets=[listener])
+        finally:
+            if app.state.gate.working:  # Python would wait for that thread, for as long as it takes
+                os._exit(1)
+
+
+def server_config(app: Any, limits: Limits) -> uvicorn.Config:
+    """How uvicorn serves the page."""
+    import uvicorn
+
+    from sima_attn.serve.connections import BoundedConnection
+
+    async def until_stopped(scope: Any, receive: Any, send: Any) -> None:
+        with suppress(asyncio.CancelledError):  # the server stops: no error, and nothing for a stack trace
+            await app(scope, receive, send)
+
+    return uvicorn.Config(
+        until_stopped,
+        port=0,
+        http=partial(BoundedConnection, limits),  # type: ignore[arg-type]  # any function that makes one
+        ws="none",
+        backlog=BACKLOG,
+        log_level="warning",
+        timeout_keep_alive=limits.header_seconds,  # type: ignore[arg-type]  # seconds of asyncio
+        timeout_graceful_shutdown=limits.stop_seconds,
+        server_header=False,
+    )

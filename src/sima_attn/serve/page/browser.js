@@ -2,6 +2,7 @@
 import { $, ask, fit, percent, say, showFacts, showGuesses, takePhotos } from "./parts.js";
 
 const LONGEST = 4096;  // a canvas of more would not fit every machine
+const MAX_RATIO = 100;  // longer side : shorter side, as on the server: resized, a longer photo would fill the memory
 const state = { ort: null, model: null, session: null, asked: 0 };
 
 // --- a photo as the model takes it -----------------------------------------------------------------------------
@@ -73,8 +74,13 @@ async function decoded(file) {
   const bitmap = await createImageBitmap(file, { colorSpaceConversion: "none" }).catch(() => {
     throw new Error("this is not an image that the browser can read");
   });
-  const scale = Math.min(1, LONGEST / Math.max(bitmap.width, bitmap.height));
-  const sides = [bitmap.width, bitmap.height].map((side) => Math.max(1, Math.round(side * scale)));
+  const { width, height } = bitmap;
+  if (Math.max(width, height) > MAX_RATIO * Math.min(width, height)) {
+    bitmap.close();
+    throw new Error(`the photo has ${width} x ${height} pixels; the longer side may be at most ${MAX_RATIO} times the shorter one: crop it`);
+  }
+  const scale = Math.min(1, LONGEST / Math.max(width, height));
+  const sides = [width, height].map((side) => Math.max(1, Math.round(side * scale)));
   const canvas = new OffscreenCanvas(...sides);
   const context = canvas.getContext("2d", { willReadFrequently: true });
   context.fillStyle = "#000";
