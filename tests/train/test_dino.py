@@ -33,8 +33,10 @@ from sima_attn.train.crops import (
 )
 from sima_attn.train.dino import Branch, Dino, DinoLoss, Head, cosine, entropy, information, spread, train_dino
 from sima_attn.train.dino_recipes import DINO_RECIPES, Crops, DinoRecipe, Distill, Probe, check, named_dino_recipe
+from sima_attn.train.engine import start_fabric
 from sima_attn.train.features import build_backbone, load_backbone
 from sima_attn.train.logs import read_log
+from sima_attn.train.progress import RunProgress
 from sima_attn.train.recipes import Data, Model, Optim, Run, Schedule, from_dict, to_dict, with_overrides
 from sima_attn.train.run import RunFolder
 
@@ -453,6 +455,15 @@ def test_two_epochs_leave_a_teacher_logs_and_a_curve(data, tmp_path):
         assert torch.equal(weight, state["task"]["teacher"][f"backbone.{name}"]), name
         assert torch.equal(student[name], state["model"][f"backbone.{name}"])
     assert not torch.equal(teacher["patch_embed.proj.weight"], student["patch_embed.proj.weight"])
+
+
+def test_the_teacher_has_no_drop_path_and_the_student_has(data):
+    """Both stay in training mode: what is drawn shows when the same image is asked about twice."""
+    recipe = small_dino(data, "probe.bank=0", model=replace(XCIT, drop_path=0.5))
+    task = Dino(recipe, start_fabric("cpu", "fp32"), RunProgress(shown=False))
+    images = torch.randn(8, 3, 16, 16)
+    assert torch.equal(task.teacher([images])[1], task.teacher([images])[1])
+    assert not torch.equal(task.model([images])[1], task.model([images])[1])
 
 
 def test_without_a_bank_no_labels_are_looked_at_and_no_val_images_needed(tmp_path):

@@ -221,7 +221,7 @@ def test_recipes_are_listed():
 
 def test_what_is_not_installed_is_named_first(monkeypatch):
     monkeypatch.setattr(cli.train, "find_spec", lambda name: None if name == "lightning" else name)
-    with pytest.raises(ValueError, match=r"this needs lightning, .*pip install 'sima-attn\[train\]'"):
+    with pytest.raises(ValueError, match=r"training needs lightning, .*pip install 'sima-attn\[train\]'"):
         sima("train")
 
 

@@ -15,7 +15,9 @@ from small_runs import class_folders
 from torch import nn
 from typer.testing import CliRunner
 
+from full_disk import no_file_above
 from sima_attn import cli
+from sima_attn._files import DiskFullError
 from sima_attn.bench.rows import read_rows
 from sima_attn.train import feature_map as map_module
 from sima_attn.train import features as features_module
@@ -227,6 +229,33 @@ def test_features_say_what_stands_in_their_way(tmp_path):
         extract(Counting(), source, DATA, tmp_path / "file" / "features")
 
 
+def test_features_on_a_full_disk_are_named_and_leave_nothing_behind(tmp_path):
+    source = open_data(class_folders(tmp_path / "data", per_class=(5, 1)), "train")
+    with no_file_above(150), pytest.raises(DiskFullError, match=r"features cannot be kept in .*; name another --cache"):
+        extract(Counting(), source, DATA, tmp_path / "features", batch=4)
+    assert list((tmp_path / "features").iterdir()) == []
+
+
+def test_features_have_the_permissions_of_any_new_folder(tmp_path):
+    source = open_data(class_folders(tmp_path / "data", per_class=(2, 1)), "train")
+    extract(Counting(), source, DATA, tmp_path / "features")
+    (tmp_path / "plain").mkdir()
+    (kept,) = (tmp_path / "features").iterdir()
+    assert kept.stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_features_of_broken_images_are_left_out_and_the_others_stay_in_order(tmp_path):
+    root = class_folders(tmp_path / "data", per_class=(40, 1))
+    (root / "train" / "cat" / "3.png").write_bytes(b"broken")
+    source = open_data(root, "train")
+    found = extract(Counting(), source, DATA, tmp_path / "features", batch=7, dtype="float32", say=lambda line: None)
+    assert len(found.values) == len(found.indices) == len(found.labels) == 119
+    (place,) = set(range(120)) - set(found.indices.tolist())
+    assert source.name(place).endswith("3.png")
+    alone = extract(Counting(), Subset(source, found.indices), DATA, tmp_path / "alone", batch=7, dtype="float32")
+    assert np.array_equal(found.values, alone.values)
+
+
 def test_features_that_fail_leave_nothing_behind(tmp_path):
     source = open_data(class_folders(tmp_path / "data", per_class=(2, 1)), "train")
 
@@ -344,7 +373,8 @@ def test_the_command_prints_rows_and_draws(run, tmp_path, monkeypatch):
     monkeypatch.setattr(knn_module, "plot_neighbours", noting_the_title(plot_neighbours))
     monkeypatch.setattr(map_module, "plot_feature_map", noting_the_title(plot_feature_map))
     pictures = "--picture", tmp_path / "near.png", "--map", tmp_path / "map.png"
-    output = sima("knn", run, "-k", 5, "-k", 20, "--out", tmp_path / "rows.csv", *pictures).output
+    kept = "--cache", tmp_path / "features"  # of this test alone
+    output = sima("knn", run, "-k", 5, "-k", 20, "--out", tmp_path / "rows.csv", *kept, *pictures).output
     assert "k-NN of" in output
     rows = read_rows(tmp_path / "rows.csv", KnnRow)
     assert [row.k for row in rows] == [5, 20]
@@ -354,8 +384,8 @@ def test_the_command_prints_rows_and_draws(run, tmp_path, monkeypatch):
     assert (tmp_path / "map.png").is_file()
     assert titles == [f"Nearest neighbours under {run.name}", f"Features of {run.name}, pca"], "no path of a machine"
     monkeypatch.setattr(features_module, "_take", None)  # a second time nothing is taken
-    assert "100" in sima("knn", run).output
-    assert len(list((run / "features").iterdir())) == 2
+    assert "100" in sima("knn", run, *kept).output
+    assert len(list((tmp_path / "features").iterdir())) == 2
 
 
 @pytest.mark.parametrize(

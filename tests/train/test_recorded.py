@@ -1,5 +1,7 @@
 """A recorded pass does what a plain one does; where it cannot, it says why."""
 
+import os
+import signal
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,12 +12,14 @@ from safetensors.torch import load_file
 from small_runs import small_recipe
 
 from sima_attn.detect.task import Detection
+from sima_attn.train.checkpoint import load_newest
 from sima_attn.train.classify import Classification, train_classifier
 from sima_attn.train.dino import Dino, train_dino
 from sima_attn.train.dino_recipes import digits
 from sima_attn.train.logs import read_log
 from sima_attn.train.recipes import Run, with_overrides
 from sima_attn.train.recorded import PLAIN_STEPS, RecordedPass, check_can_be_recorded
+from sima_attn.train.stopping import RunInterrupted
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -68,6 +72,24 @@ def test_a_recorded_run_goes_on_where_it_stopped(tmp_path):
     first, second = (load_file(tmp_path / name / "weights.safetensors") for name in ("whole", "stopped"))
     for name, weight in first.items():
         assert torch.allclose(second[name], weight, rtol=1e-3, atol=1e-5), name
+
+
+@needs_cuda
+def test_a_recorded_run_that_is_signalled_saves_its_step(tmp_path, monkeypatch):
+    recipe = short_dino("run.cuda_graph=true")
+    after_step, stop = Dino.after_step, PLAIN_STEPS + 4
+
+    def after(self, made):
+        after_step(self, made)
+        if made == stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Dino, "after_step", after)
+    with pytest.raises(RunInterrupted):
+        train_dino(recipe, tmp_path / "run", device="cuda", quiet=True)
+    assert load_newest(tmp_path / "run" / "checkpoints")["step"] == stop
+    train_dino(recipe, tmp_path / "run", resume=True, device="cuda", quiet=True)
+    assert int(read_log(tmp_path / "run" / "train.csv")[-1]["step"]) == 22
 
 
 @needs_cuda

@@ -1,6 +1,10 @@
 """A run killed at any step and gone on with is, bit for bit, the run never stopped."""
 
+import contextlib
+import errno
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,9 +14,17 @@ import pytest
 import torch
 from small_runs import ALL_ON, class_folders, small_recipe
 
+from full_disk import no_file_above
+from sima_attn._files import PREFIX, DiskFullError
+from sima_attn.detect.recipes import named_recipe
+from sima_attn.detect.task import train_detector
 from sima_attn.train.checkpoint import checkpoints, load_checkpoint, load_newest, save_checkpoint
-from sima_attn.train.classify import train_classifier
+from sima_attn.train.classify import Classification, train_classifier
+from sima_attn.train.dino import train_dino
+from sima_attn.train.dino_miniature import make_dino_run, planned_dino_runs
+from sima_attn.train.dino_recipes import named_dino_recipe
 from sima_attn.train.logs import CsvLog, read_log
+from sima_attn.train.miniature import make_run, planned_runs
 from sima_attn.train.recipes import to_dict
 from sima_attn.train.run import RunFolder
 
@@ -62,26 +74,38 @@ WAYS = {
     },
 }
 DEATHS = [3, 8]  # with a checkpoint every second step and three steps an epoch
+# What ends a run with which recipe at these steps, and the newest checkpoints after it.
+ENDS = {
+    "two workers": ("two workers", "deaths", [2, 6]),
+    "device cache": ("device cache", "deaths", [2, 6]),
+    "SIGTERM": ("two workers", "stops", DEATHS),
+}
 
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
-    """Each way, killed twice and then run to the end: its recipe, folder, and newest step after each death."""
+    """Runs that end twice and then run to the end: the recipe, the folder, and the newest step after each end."""
     root = tmp_path_factory.mktemp("killed")
     data = class_folders(root / "data")
     recipes = {way: small_recipe(data, **parts) for way, parts in WAYS.items()}
-    runs = [{"recipe": to_dict(r), "out": str(root / way), "deaths": DEATHS} for way, r in recipes.items()]
+    runs = [
+        {"recipe": to_dict(recipes[way]), "out": str(root / name), "deaths": [], how: DEATHS}
+        for name, (way, how, _) in ENDS.items()
+    ]
     script = Path(__file__).parent / "killed_run.py"
     done = subprocess.run([sys.executable, str(script), json.dumps(runs)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     steps = [int(line) for line in done.stdout.split()]
-    return {way: (recipes[way], RunFolder(root / way), steps[2 * i : 2 * i + 2]) for i, way in enumerate(WAYS)}
+    return {
+        name: (recipes[way], RunFolder(root / name), steps[2 * i : 2 * i + 2])
+        for i, (name, (way, _, _)) in enumerate(ENDS.items())
+    }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_killed_and_gone_on_with_equals_never_stopped(killed, way, tmp_path):
-    recipe, gone_on, newest = killed[way]
-    assert newest == [2, 6]
+@pytest.mark.parametrize("name", ENDS)
+def test_killed_and_gone_on_with_equals_never_stopped(killed, name, tmp_path):
+    recipe, gone_on, newest = killed[name]
+    assert newest == ENDS[name][2]
     whole = RunFolder(tmp_path / "whole")
     train_classifier(recipe, whole.path, device="cpu", quiet=True)
     states = [load_newest(folder.checkpoints) for folder in (whole, gone_on)]
@@ -137,6 +161,66 @@ def test_another_recipe_or_a_fresh_start_in_the_same_folder_is_refused(tmp_path)
     with pytest.raises(ValueError, match=r"another recipe: schedule\.epochs: 1 -> 2"):
         train_classifier(small_recipe(data, epochs=2), tmp_path / "run", resume=True, device="cpu", quiet=True)
     assert (tmp_path / "run" / "weights.safetensors").read_bytes() == before
+
+
+def start_classifier(out):
+    train_classifier(small_recipe(), out, device="cpu", quiet=True)
+
+
+def start_dino(out):
+    train_dino(named_dino_recipe("digits"), out, device="cpu", quiet=True)
+
+
+def start_detector(out):
+    train_detector(named_recipe("coco_mini"), out, device="cpu", quiet=True)
+
+
+def start_miniature(out):
+    run = planned_runs(["sima"])[0]
+    (out.parent / run.folder).symlink_to(out)
+    make_run(run, out.parent, "digits", device="cpu", quiet=True)
+
+
+def start_random_features(out):
+    run = planned_dino_runs(["random"])[0]
+    (out.parent / run.folder).symlink_to(out)
+    make_dino_run(run, out.parent, "digits", device="cpu", quiet=True)
+
+
+@pytest.mark.parametrize(
+    "start", [start_classifier, start_dino, start_detector, start_miniature, start_random_features]
+)
+def test_a_new_run_beside_the_checkpoints_of_another_is_refused(tmp_path, start):
+    folder = RunFolder(tmp_path / "run")
+    kept = save_checkpoint(folder.checkpoints, 3, state(3)).read_bytes()
+    with pytest.raises(ValueError, match=r"holds checkpoints/step-00000003\.pt of a run whose recipe\.yaml is missing"):
+        start(folder.path)
+    assert [path.name for path in folder.path.iterdir()] == ["checkpoints"]
+    assert checkpoints(folder.checkpoints)[0].read_bytes() == kept
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "train.csv", "eval.csv", "recipe.yaml", "checkpoints"])
+@pytest.mark.parametrize("kind", ["a file", "a broken link"])
+def test_a_new_run_overwrites_nothing(tmp_path, name, kind):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    if kind == "a file":
+        (folder / name).write_text("of an older run")
+    else:
+        (folder / name).symlink_to("missing")
+    with pytest.raises(ValueError, match=r"--out"):
+        start_classifier(folder)
+    assert [path.name for path in folder.iterdir()] == [name]
+
+
+def test_only_a_resumed_run_reads_checkpoints(tmp_path, monkeypatch):
+    """Even those that appear after the folder was checked."""
+    recipe = small_recipe(class_folders(tmp_path / "data"), epochs=1)
+    folder = RunFolder(tmp_path / "run")
+    save_checkpoint(folder.checkpoints, 2, state(2))
+    monkeypatch.setattr(RunFolder, "check", lambda *arguments, **options: None)
+    train_classifier(recipe, folder.path, device="cpu", quiet=True)
+    assert [int(row["step"]) for row in read_log(folder.path / "train.csv")] == [2, 3]
 
 
 def test_wrong_data_leave_no_folder_behind(tmp_path):
@@ -195,6 +279,62 @@ def test_a_checkpoint_that_fails_while_written_leaves_the_one_before(tmp_path, m
         save_checkpoint(tmp_path, 2, state(2))
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001.pt"]
     assert load_newest(tmp_path)["step"] == 1
+
+
+@pytest.mark.parametrize("limit", [5000, 1], ids=["checkpoint", "log"])
+def test_a_full_disk_leaves_the_last_checkpoint_and_says_how_to_resume(tmp_path, monkeypatch, limit):
+    recipe = small_recipe(class_folders(tmp_path / "data"), run={"checkpoint_steps": 1, "log_steps": 1})
+    out = tmp_path / "a run"
+    with contextlib.ExitStack() as stack:
+        after_step = Classification.after_step
+
+        def fill_disk(self, step):
+            after_step(self, step)
+            if step == 3:
+                stack.enter_context(no_file_above(limit))
+
+        monkeypatch.setattr(Classification, "after_step", fill_disk)
+        with pytest.raises(DiskFullError, match=re.escape(os.strerror(errno.EFBIG))) as raised:
+            train_classifier(recipe, out, device="cpu", quiet=True)
+    monkeypatch.undo()
+    assert str(raised.value).endswith(
+        f"free some space, then resume with: sima train --out '{out}' --resume --device cpu"
+    )
+    assert load_newest(out / "checkpoints")["step"] == 2
+    train_classifier(recipe, out, resume=True, device="cpu", quiet=True)
+    train_classifier(recipe, tmp_path / "whole", device="cpu", quiet=True)
+    assert_same_state(*(load_newest(folder / "checkpoints") for folder in (tmp_path / "whole", out)))
+    assert logged(out, "train") == logged(tmp_path / "whole", "train")
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "broken link"])
+def test_a_checkpoint_that_is_no_file_is_named_and_the_one_before_taken(tmp_path, kind):
+    save_checkpoint(tmp_path, 1, state(1))
+    path = tmp_path / "step-00000009.pt"
+    make = {"folder": path.mkdir, "pipe": lambda: os.mkfifo(path), "broken link": lambda: path.symlink_to("missing")}
+    make[kind]()
+    said = []
+    assert load_newest(tmp_path, said.append)["step"] == 1
+    assert len(said) == 1
+    assert re.search(r"step-00000009\.pt is a (folder|pipe or device|link to a missing file), not a file", said[0])
+    with pytest.raises(ValueError, match="not a file"):
+        load_checkpoint(path)
+    for step in (2, 3, 4):
+        save_checkpoint(tmp_path, step, state(step))
+    assert [path.name[-4:-3] for path in checkpoints(tmp_path)] == ["9", "4", "3"]
+
+
+def test_a_run_starts_with_removing_what_a_killed_one_left(tmp_path):
+    recipe = small_recipe(class_folders(tmp_path / "data"), epochs=1)
+    folder = RunFolder(tmp_path / "run")
+    train_classifier(recipe, folder.path, device="cpu", quiet=True)
+    for place in (folder.path, folder.checkpoints):
+        left = place / f"{PREFIX}left"
+        left.mkdir()
+        (left / ".lock").touch()
+        (left / "step-00000001.pt").write_text("half of")
+    train_classifier(recipe, folder.path, resume=True, device="cpu", quiet=True)
+    assert not list(folder.path.rglob(f"{PREFIX}*"))
 
 
 def test_a_checkpoint_with_code_in_it_is_not_run(tmp_path):

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 
 import numpy as np
 import pytest
@@ -164,6 +165,17 @@ def test_batches_from_a_step_on_are_those_of_the_whole_run(folders, workers):
     assert not torch.equal(whole[0].images, whole[3].images)
 
 
+@pytest.mark.timeout(30)  # what used to happen is that nothing did
+def test_workers_run_where_the_temporary_folder_has_a_long_path(folders, tmp_path, monkeypatch):
+    long = tmp_path / ("long" * 40)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    source, data = open_data(folders, "val"), small_recipe(data={"workers": 1}).data
+    batches = evaluation_batches(source, data, 5, device=CPU, broken=BrokenImages(source))
+    assert sum(len(labels) for _, labels in batches) == 12
+    assert tempfile.gettempdir() == str(long)  # of this process
+
+
 @pytest.mark.parametrize("policy", ["rand-m9-mstd0.5-inc1", "rand-m0", "augmix-m10-mstd5", "v0-mstd5"])
 def test_posterize_keeps_a_bit_whatever_the_noise(policy):
     """timm asks for 0 bits at either end of the magnitudes, Pillow takes 1 to 8."""
@@ -178,8 +190,11 @@ def test_posterize_keeps_a_bit_whatever_the_noise(policy):
     assert min(kept) == 2
 
 
-def test_the_cache_holds_what_evaluation_reads(folders):
-    source, data = open_data(folders, "val"), small_recipe().data
+@pytest.mark.parametrize("crop_ratio", [1.0, 0.875, 0.5])
+@pytest.mark.parametrize("size", [12, 20])  # 20 / 0.875 = 22.9: timm rounds the shorter side down
+def test_the_cache_holds_what_evaluation_reads(folders, size, crop_ratio):
+    source = open_data(folders, "val")
+    data = small_recipe(data={"size": size, "crop_ratio": crop_ratio}).data
     cache = Cache(source, data, CPU, broken=BrokenImages(source))
     cached = torch.cat([normalise(x.float() / 255, data) for x, _ in cache.evaluation_batches(5)])
     read = torch.cat([x for x, _ in evaluation_batches(source, data, 5, device=CPU, broken=BrokenImages(source))])
@@ -240,7 +255,7 @@ def test_a_broken_image_is_named_once_and_another_takes_its_place(tmp_path, cach
         batches = list(training_batches(source, Share(50), settings, Augment(crop="none"), 0, **options))
     assert all(len(labels) == 50 for _, labels in batches)
     assert len(said) == 1
-    assert str(path) in said[0]
+    assert f"{path}: it is not an image, or its beginning is damaged" in said[0]
 
 
 def test_evaluation_leaves_a_broken_image_out(tmp_path):
@@ -379,6 +394,25 @@ def test_a_tar_without_labels_and_one_that_is_none_are_named(tmp_path):
         open_data(tmp_path)
     (tmp_path / "train-0.tar").write_bytes(b"nothing of the kind" * 100)
     with pytest.raises(ValueError, match="no readable tar file"):
+        open_data(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("columns", "fields", "message"),
+    [
+        (("image", "image", "label"), ("bytes",), r"train\.parquet has 2 columns image; rename or remove all but one"),
+        (("image", "label", "label"), ("bytes",), r"train\.parquet has 2 columns label"),
+        (("image", "label"), ("bytes", "bytes"), r"the column image of \S+train\.parquet has several fields bytes"),
+        (("image", "label"), ("bytes", "path", "path"), r"train\.parquet has several fields path"),
+    ],
+)
+def test_a_parquet_column_that_occurs_twice_is_named(tmp_path, columns, fields, message):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    image = pa.StructArray.from_arrays([pa.array([b"x"])] * len(fields), names=fields)
+    arrays = {"image": image, "label": pa.array([0])}
+    table = pa.Table.from_arrays([arrays[name] for name in columns], names=columns)
+    pq.write_table(table, tmp_path / "train.parquet")
+    with pytest.raises(ValueError, match=message):
         open_data(tmp_path)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sima_attn._files import written_whole
+from sima_attn._files import atomic_write
 
 KEPT = 2
 _NAME = re.compile(r"step-(\d+)\.pt")
@@ -20,31 +20,28 @@ _NAME = re.compile(r"step-(\d+)\.pt")
 def save_checkpoint(folder: Path, step: int, state: dict[str, Any]) -> Path:
     """Write the state after `step` steps, then drop what is older than the one before."""
     path = folder / f"step-{step:08d}.pt"
-    with written_whole(path) as temporary, open(temporary, "wb") as file:
+    with atomic_write(path) as temporary, open(temporary, "wb") as file:
         torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())  # on the disk before it takes its name
-    for old in checkpoints(folder)[KEPT:]:
+    for old in [kept for kept in checkpoints(folder) if kept.is_file()][KEPT:]:
         old.unlink()
     return path
 
 
-def remove_half_written(folder: Path) -> None:
-    """Remove what a killed run left of a checkpoint; only for the one process that writes here."""
-    for left in folder.glob(".step-*"):
-        left.unlink(missing_ok=True)
-
-
 def checkpoints(folder: Path) -> list[Path]:
-    """Paths of the checkpoints, the newest first."""
+    """Paths of all that has the name of a checkpoint, the newest first."""
     found = [path for path in folder.glob("step-*.pt") if _NAME.fullmatch(path.name)]
     return sorted(found, key=lambda path: -int(_NAME.fullmatch(path.name)[1]))  # type: ignore[index]
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """The state in a file; only tensors and plain values are read, never code."""
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise FileNotFoundError(f"there is no checkpoint {path}")
+    if not path.is_file():  # a pipe would be waited for
+        kind = "a folder" if path.is_dir() else "a link to a missing file" if path.is_symlink() else "a pipe or device"
+        raise ValueError(f"the checkpoint {path} is {kind}, not a file")
     try:
         with zipfile.ZipFile(path) as archive:
             wrong = archive.testzip()  # torch itself does not compare the checksums it writes

@@ -9,12 +9,11 @@ import contextlib
 import difflib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import timm
 import torch
 import torch.nn.functional as F
-from lightning.fabric import Fabric
 from timm.data import Mixup
 from timm.layers import DropPath
 from torch import Tensor, nn
@@ -39,9 +38,22 @@ from sima_attn.train.progress import RunProgress
 from sima_attn.train.recipes import Recipe
 from sima_attn.train.start import train_task
 
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
+
 
 def build_model(settings: recipes.Model, num_classes: int) -> nn.Module:
     """The model of a recipe for that many classes, its attention put in and its stochastic depth set."""
+    model = create_model(settings, num_classes)
+    if settings.attention is not None and not _is_ours(settings):
+        convert(model, settings.attention)
+    if settings.drop_path and settings.constant_drop_path:
+        _set_drop_path(model, settings.drop_path)
+    return model
+
+
+def create_model(settings: recipes.Model, num_classes: int) -> nn.Module:
+    """The model as timm creates it: models of other families with their own attention."""
     if settings.num_classes not in (None, num_classes):
         raise ValueError(
             f"the data have {num_classes} classes, model.num_classes is {settings.num_classes}; "
@@ -54,18 +66,16 @@ def build_model(settings: recipes.Model, num_classes: int) -> nn.Module:
     kwargs: dict[str, Any] = {**settings.kwargs, "num_classes": num_classes}
     if settings.drop_path:
         kwargs["drop_path_rate"] = settings.drop_path
-    ours = settings.name.startswith("sima_")
-    if ours and settings.attention is not None:
+    if settings.attention is not None and _is_ours(settings):
         kwargs["attention"] = settings.attention
     try:
-        model = timm.create_model(settings.name, **kwargs)
+        return timm.create_model(settings.name, **kwargs)
     except TypeError as error:
         raise ValueError(f"{settings.name} cannot be built with {kwargs}: {error}") from error
-    if not ours and settings.attention is not None:
-        convert(model, settings.attention)
-    if settings.drop_path and settings.constant_drop_path:
-        _set_drop_path(model, settings.drop_path)
-    return model
+
+
+def _is_ours(settings: recipes.Model) -> bool:
+    return settings.name.startswith("sima_")
 
 
 @torch.no_grad()
@@ -237,10 +247,11 @@ def train_classifier(
     return train_task(
         recipe,
         out,
-        build=lambda fabric, progress: Classification(recipe, fabric, progress),
+        build=Classification,
         about=lambda task: {"recipe": recipes.to_dict(recipe), "classes": task.classes, "images": len(task.source)},
         weights=lambda task: task.model,
         title=f"{recipe.name}: {recipe.model.name}, {recipe.model.attention or 'its own'} attention",
+        command="train",
         resume=resume,
         device=device,
         quiet=quiet,

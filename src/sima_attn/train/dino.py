@@ -13,11 +13,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -43,6 +42,9 @@ from sima_attn.train.features import build_backbone
 from sima_attn.train.knn_probe import KnnProbe
 from sima_attn.train.progress import RunProgress
 from sima_attn.train.start import train_task
+
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
 
 COLLAPSED = 1e-3  # nats; a teacher at its random start tells more of an image than that: the least seen is 0.005
 LOOKED_AFTER = 10  # steps between two looks for a collapse: each waits for the device
@@ -375,7 +377,7 @@ def train_dino(
     return train_task(
         recipe,
         out,
-        build=lambda fabric, progress: Dino(recipe, fabric, progress, decoded),
+        build=lambda recipe, fabric, progress: Dino(recipe, fabric, progress, decoded),
         about=lambda task: {
             "task": "dino",
             "recipe": recipes.to_dict(recipe),
@@ -384,6 +386,7 @@ def train_dino(
         },
         weights=lambda task: task.teacher.backbone,
         title=f"DINO {recipe.name}: {recipe.model.name}, {recipe.model.attention or 'its own'} attention",
+        command="dino",
         resume=resume,
         device=device,
         quiet=quiet,

@@ -299,6 +299,7 @@ def _train(run: DinoRun, recipe: DinoRecipe, folder: Any, *, device: str, quiet:
     elif run.weights == SUPERVISED:
         train_classifier(supervised_recipe(recipe), folder.path, **options)
     else:
+        folder.check(recipe, resume=options["resume"])
         folder.write_recipe(recipe)
 
 

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
-from lightning.fabric import Fabric
-from lightning.fabric.plugins.precision import MixedPrecision, Precision
 from timm.optim import create_optimizer_v2, param_groups_weight_decay
 from timm.scheduler import create_scheduler_v2
 from timm.utils import ModelEmaV3
@@ -32,6 +31,10 @@ from sima_attn.train.progress import RunProgress
 from sima_attn.train.recipes import Optim, Run, Schedule, StepSchedule
 from sima_attn.train.recorded import RecordedPass
 from sima_attn.train.run import RunFolder
+from sima_attn.train.stopping import RunInterrupted, StopSignals
+
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
 
 MIXED: dict[str, Any] = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
 _STEP_STREAM = 1  # keeps the seeds of steps apart from those of samples, which start with the bare seed
@@ -97,17 +100,6 @@ class NonFiniteError(ValueError):
         self.step = step
 
 
-class Autocast(MixedPrecision):
-    """Mixed precision by autocast alone: the inputs stay as they are.
-
-    Fabric would round every number of a batch, the corners of boxes among them.
-    """
-
-    def convert_input(self, data: Any) -> Any:
-        """The data themselves."""
-        return data
-
-
 class Finished(NamedTuple):
     """What a run comes to: the metrics of its last evaluation, its average weights if it kept any, its steps."""
 
@@ -128,6 +120,12 @@ class Settings:
 
 def start_fabric(device: str, precision: str) -> Fabric:
     """Fabric on "auto", "cpu" or "cuda"; under torchrun, one process of all that torchrun started."""
+    # Imported here, so that evaluation and prediction run without lightning.
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins.precision import Precision
+
+    from sima_attn.train.precision import Autocast
+
     device = resolve_device(device)
     if precision == "fp16" and device == "cpu":
         raise ValueError("fp16 training needs a GPU; use --precision bf16 or fp32 on the CPU")
@@ -153,16 +151,18 @@ def fit(
     fabric: Fabric,
     progress: RunProgress,
     *,
+    resume: bool,
     about: Mapping[str, Any] | None = None,
     on_ready: Callable[[], None] = lambda: None,
 ) -> Finished:
-    """Train to the end, from the newest checkpoint in the folder if there is one.
+    """Train to the end, or until a signal stops the run.
 
     Args:
+        resume: Start from the newest checkpoint in the folder, if there is one.
         about: Plain values kept in every checkpoint, such as the recipe and the class names.
         on_ready: Called when all is built and the checkpoint, if there is one, is loaded, before a file is written.
     """
-    return _Loop(task, settings, folder, fabric, progress, dict(about or {})).run_to_the_end(on_ready)
+    return _Loop(task, settings, folder, fabric, progress, dict(about or {})).run_to_the_end(resume, on_ready)
 
 
 class StepRates:
@@ -260,6 +260,8 @@ class _Loop:
         self.make_pass: Callable[[Any], dict[str, Tensor]] = self.plain_pass
         if self.run.cuda_graph:
             self.make_pass = RecordedPass(self.plain_pass, task.model.parameters())
+        self.signals = StopSignals(progress.show_stopping)
+        self.stop_agreed = False  # by all processes, in the last step
         self.step = 0
         self.sums: dict[str, float] = {}
         self.metrics: dict[str, float] = {}
@@ -302,8 +304,8 @@ class _Loop:
             save_checkpoint(self.folder.checkpoints, self.step, self.state())
         self.saved_at = time.monotonic()
 
-    def run_to_the_end(self, on_ready: Callable[[], None]) -> Finished:
-        state = load_newest(self.folder.checkpoints, self.progress.say)
+    def run_to_the_end(self, resume: bool, on_ready: Callable[[], None]) -> Finished:
+        state = load_newest(self.folder.checkpoints, self.progress.say) if resume else None
         if state is not None:
             self.load(state)
             self.progress.say(f"going on at step {self.step} of {self.total}")
@@ -319,18 +321,35 @@ class _Loop:
         self.timed_from = self.step
         self.progress.start(self.step, self.total)
         self.model.train()
+        try:
+            with self.signals:
+                self.make_steps()
+        finally:
+            if board is not None:
+                board.close()
+        return Finished(
+            self.metrics, self.ema.module if self.ema else None, self.total, time.monotonic() - self.started
+        )
+
+    def make_steps(self) -> None:
+        """All steps that are left, with evaluations and checkpoints; a signal ends them between two steps."""
         batches = iter(self.task.batches(self.step, self.total))
         while self.step < self.total:
             self.one_step(batches)
             every = self.run.eval_epochs * self.task.steps_per_epoch
             if self.step % every == 0 or self.step == self.total:
                 self.evaluate()
-            self.save_if_due()
-        if board is not None:
-            board.close()
-        return Finished(
-            self.metrics, self.ema.module if self.ema else None, self.total, time.monotonic() - self.started
-        )
+            stop = self.stop_signal()
+            self.save_if_due(stop is not None)
+            if stop is not None:
+                self.progress.say(f"stopped by {stop.name} after step {self.step} of {self.total}, which is saved")
+                raise RunInterrupted(128 + stop)
+
+    def stop_signal(self) -> signal.Signals | None:
+        """The signal that stops the run now, in all processes or in none."""
+        if self.fabric.world_size == 1:
+            return self.signals.received
+        return (self.signals.received or signal.SIGTERM) if self.stop_agreed else None
 
     def one_step(self, batches: Iterator[Any]) -> None:
         self.scheduler.step_update(self.step)
@@ -376,9 +395,14 @@ class _Loop:
     def mean_over_processes(self, numbers: dict[str, Tensor]) -> dict[str, float]:
         """Plain numbers; the one time a step waits for the device."""
         values = torch.stack([value.reshape(()) for value in numbers.values()])
-        if self.fabric.world_size > 1:
-            values = self.fabric.all_reduce(values, reduce_op="mean")  # type: ignore[assignment]
-        return dict(zip(numbers, values.tolist(), strict=True))
+        if self.fabric.world_size == 1:
+            return dict(zip(numbers, values.tolist(), strict=True))
+        # Whether a signal has come is reduced along with the numbers, so that all stop after the same step.
+        received = values.new_full((1,), float(self.signals.received is not None))
+        reduced: Any = self.fabric.all_reduce(torch.cat([values, received]), reduce_op="mean")
+        *means, stop = reduced.tolist()
+        self.stop_agreed = stop > 0
+        return dict(zip(numbers, means, strict=True))
 
     def log(self, means: dict[str, float]) -> None:
         for name, value in means.items():
@@ -430,10 +454,10 @@ class _Loop:
         self.progress.evaluated(epoch, metrics)
         self.logged_at += time.monotonic() - before  # the throughput is that of training
 
-    def save_if_due(self) -> None:
+    def save_if_due(self, stopping: bool) -> None:
         by_steps = self.run.checkpoint_steps and self.step % self.run.checkpoint_steps == 0
         by_time = time.monotonic() - self.saved_at > 60 * self.run.checkpoint_minutes
-        if by_steps or by_time or self.step == self.total:
+        if by_steps or by_time or stopping or self.step == self.total:
             self.save()
 
     def stop_at_non_finite_loss(self, batches: list[Any]) -> None:

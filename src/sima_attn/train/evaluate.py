@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,16 +19,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sima_attn._files import written_whole
+from sima_attn._files import atomic_write
 from sima_attn.bench.rows import today
 from sima_attn.models.pretrained import weights_file
 from sima_attn.nn.token_ref import trained_at
 from sima_attn.train import recipes
 from sima_attn.train.checkpoint import checkpoints, load_checkpoint
-from sima_attn.train.classify import build_model, output_at
+from sima_attn.train.classify import build_model, create_model, output_at
 from sima_attn.train.data import Source, open_data
 from sima_attn.train.data.loader import Batch, BrokenImages, evaluation_batches
 from sima_attn.train.data.sources import few_of
+from sima_attn.train.recipe_files import check_size, class_names_in, recipe_from_file, without_sources
 from sima_attn.train.recipes import Data, Recipe
 from sima_attn.train.run import RunFolder
 
@@ -91,7 +93,7 @@ class Evaluation(NamedTuple):
     def write_confusion(self, path: Path) -> None:
         """The confusions as a CSV file: a row for each true class, a column for each class it was taken for."""
         names = [row.name for row in self.rows]
-        with written_whole(path) as temporary, open(temporary, "w", newline="") as file:
+        with atomic_write(path) as temporary, open(temporary, "w", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(["true", *names])
             writer.writerows([name, *counts] for name, counts in zip(names, self.confusion.tolist(), strict=True))
@@ -173,7 +175,7 @@ def read_weights(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         return about, load_file(path)
     except SafetensorError as error:
         raise ValueError(f"{path} cannot be read as weights (.safetensors): {error}") from error
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, RecursionError):
         raise ValueError(_not_ours(path)) from None
 
 
@@ -198,13 +200,15 @@ def _loaded(path: Path, about: Any, weights: dict[str, Tensor]) -> Loaded:
         raise ValueError("this is a run of `sima detect train`; `sima detect eval` measures it")
     if not {"recipe", "classes"} <= about.keys():
         raise ValueError(_not_ours(path))
-    recipe = recipes.from_dict(Recipe, about["recipe"])
-    model: Any = build_model(recipe.model, len(about["classes"]))
+    recipe = without_sources(recipe_from_file(Recipe, about["recipe"], path, recipes.check))
+    classes = class_names_in(about, path)
+    check_size(partial(create_model, recipe.model, len(classes)), weights, path)
+    model: Any = build_model(recipe.model, len(classes))
     load_weights(model, weights, path)
     # What timm would say of the model is how others are trained; this one takes images as the run made them.
     made = {"crop_pct": recipe.data.crop_ratio, "interpolation": recipe.data.interpolation}
     model.pretrained_cfg = {**model.pretrained_cfg, **made}
-    return Loaded(model, recipe.data, about["classes"])
+    return Loaded(model, recipe.data, classes)
 
 
 def evaluate(

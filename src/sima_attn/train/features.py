@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,15 +21,18 @@ import torch
 from torch import Tensor, nn
 
 from sima_attn._errors import unknown_name
+from sima_attn._files import DiskFullError, disk_full_reason
+from sima_attn._images import READER_VERSION
 from sima_attn.nn.token_ref import set_class_token_ref, set_token_ref
-from sima_attn.train import recipes
+from sima_attn.train import dino_recipes
 from sima_attn.train.checkpoint import checkpoints, load_checkpoint
-from sima_attn.train.classify import build_model
+from sima_attn.train.classify import build_model, create_model
 from sima_attn.train.data.cache import Cache, normalise
 from sima_attn.train.data.loader import BrokenImages, evaluation_batches, seed_everything
 from sima_attn.train.data.sources import Source
 from sima_attn.train.dino_recipes import DinoRecipe, Probe
 from sima_attn.train.evaluate import load_trained, load_weights, read_weights
+from sima_attn.train.recipe_files import check_size, recipe_from_file, without_sources
 from sima_attn.train.recipes import Data
 from sima_attn.train.run import RunFolder
 
@@ -102,7 +106,8 @@ def load_backbone(what: str | Path, *, branch: str = "teacher", seed: int = 0) -
     if about.get("task") == "dino":
         if "recipe" not in about:
             raise ValueError(f"{path} does not say which model it is of: its recipe is missing")
-        recipe = recipes.from_dict(DinoRecipe, about["recipe"])
+        recipe = without_sources(recipe_from_file(DinoRecipe, about["recipe"], path, dino_recipes.check))
+        check_size(partial(create_model, recipe.model, 0), weights, path)
         model = build_backbone(recipe)
         load_weights(model, weights, path)
         return Backbone(model.eval(), recipe.data, recipe.probe)
@@ -287,14 +292,17 @@ def extract(
     if not kept.is_dir():
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            temporary = Path(tempfile.mkdtemp(dir=folder, prefix=TAKING))
+            temporary = folder / f"{TAKING}{secrets.token_hex(8)}"
+            temporary.mkdir()  # not mkdtemp, whose folders nobody else may read, whatever the umask
         except OSError as error:
             raise ValueError(f"features cannot be kept in {folder}: {error.strerror}; name another --cache") from None
         try:
             _remove_abandoned(folder)
             _take(model, source, data, temporary, np.dtype(dtype), batch, torch.device(device), say, on_step)
             os.replace(temporary, kept)  # whole, or not there
-        except OSError:
+        except OSError as error:
+            if (reason := disk_full_reason(error)) is not None:
+                raise DiskFullError(f"features cannot be kept in {folder}: {reason}; name another --cache") from error
             if not kept.is_dir():  # if it is, another command that took the same was faster
                 raise
         finally:
@@ -325,31 +333,35 @@ def _take(
 ) -> None:
     model = model.to(device).eval()
     broken = BrokenImages(source, say)
-    values: Any = None
     done, labels = 0, []
-    for images, numbers in evaluation_batches(source, data, batch, device=device, broken=broken):
-        features = model(images).float()
-        if features.dim() != 2:
-            raise ValueError(
-                f"the model gives features of shape {tuple(features.shape)}, one vector an image is needed"
-            )
-        if values is None:
-            shape = (len(source), features.shape[1])
-            values = np.lib.format.open_memmap(folder / "values.npy", mode="w+", dtype=dtype, shape=shape)
-        with np.errstate(over="ignore"):  # said below, in words
-            rows = features.cpu().numpy().astype(dtype)
-        if not np.isfinite(rows).all():
-            remedy = "use --dtype float32" if features.isfinite().all() else "the weights or the images are not"
-            raise ValueError(f"features of images {done} to {done + len(rows)} are not finite in {dtype}; {remedy}")
-        values[done : done + len(rows)] = rows
-        done += len(rows)
-        labels.append(numbers.cpu().numpy())
-        on_step(done + len(broken.found), len(source))
-    if values is None:
-        raise ValueError(f"none of the {len(source)} images can be read")
-    values.flush()
+    # Written, not mapped: on a full disk writing raises an error, a write to mapped memory kills the process.
+    with open(folder / "values.npy", "wb") as file:
+        for images, numbers in evaluation_batches(source, data, batch, device=device, broken=broken):
+            features = model(images).float()
+            if features.dim() != 2:
+                raise ValueError(
+                    f"the model gives features of shape {tuple(features.shape)}, one vector an image is needed"
+                )
+            with np.errstate(over="ignore"):  # said below, in words
+                rows = features.cpu().numpy().astype(dtype)
+            if not np.isfinite(rows).all():
+                remedy = "use --dtype float32" if features.isfinite().all() else "the weights or the images are not"
+                raise ValueError(f"features of images {done} to {done + len(rows)} are not finite in {dtype}; {remedy}")
+            if not done:
+                np.lib.format.write_array_header_1_0(file, _npy_header(dtype, len(source), rows.shape[1]))
+            file.write(rows.tobytes())
+            done += len(rows)
+            labels.append(numbers.cpu().numpy())
+            on_step(done + len(broken.found), len(source))
+        if not done:
+            raise ValueError(f"none of the {len(source)} images can be read")
+        file.truncate(file.tell() + (len(source) - done) * rows[0].nbytes)  # broken images have a place at the end
     np.save(folder / "labels.npy", np.concatenate(labels))
     np.save(folder / "indices.npy", np.setdiff1d(np.arange(len(source)), sorted(broken.found)))
+
+
+def _npy_header(dtype: np.dtype, images: int, width: int) -> dict[str, Any]:
+    return {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (images, width)}
 
 
 def with_workers(data: Data, images: int) -> Data:
@@ -360,7 +372,10 @@ def with_workers(data: Data, images: int) -> Data:
 
 
 def key_of(model: nn.Module, source: Source, data: Data, about: str = "") -> str:
-    """A name for the features of these weights on these images: another one whenever either changes."""
+    """A name for the features of these weights on these images.
+
+    It changes with the weights, with the images and with the way they are read.
+    """
     digest = hashlib.sha256()
     digest.update(repr(model).encode())  # the attention, its options and all sizes are in it
     for name, tensor in model.state_dict().items():
@@ -372,6 +387,7 @@ def key_of(model: nn.Module, source: Source, data: Data, about: str = "") -> str
     digest.update(
         repr((pools, layers, data.size, data.crop_ratio, data.interpolation, data.mean, data.std, about)).encode()
     )
+    digest.update(f"reader {READER_VERSION}".encode())
     digest.update(source_fingerprint(source))
     return digest.hexdigest()[:24]
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, TypeVar
 
 from sima_attn.bench.rows import read_rows, write_rows
+from sima_attn.train.stopping import RunInterrupted, StopSignals
 
 Run = TypeVar("Run")
 Row = TypeVar("Row")
@@ -20,11 +22,17 @@ def in_processes(make: Callable[[Run], Row], runs: Sequence[Run], jobs: int) -> 
     """What `make` gives for each run, `jobs` of them at a time, each yielded when it is done.
 
     Every run has a process of its own: nothing that it compiled or allocated stays on the device. An error of one
-    run is raised when all the others are done.
+    run is raised when all the others are done. SIGINT and SIGTERM are passed on to the runs, and no more are started.
     """
     errors = []
-    with ThreadPoolExecutor(jobs) as threads:
-        waiting = {threads.submit(_in_a_process, make, run, jobs): run for run in runs}
+
+    def make_unless_stopped(run: Run) -> Row:
+        if signals.received is not None:
+            raise RunInterrupted(128 + signals.received)
+        return _in_a_process(make, run, jobs)
+
+    with StopSignals(_stop_processes) as signals, ThreadPoolExecutor(jobs) as threads:
+        waiting = {threads.submit(make_unless_stopped, run): run for run in runs}
         try:
             for done in as_completed(waiting):
                 error = done.exception()
@@ -34,20 +42,28 @@ def in_processes(make: Callable[[Run], Row], runs: Sequence[Run], jobs: int) -> 
                     errors.append(error)
         finally:
             threads.shutdown(cancel_futures=True)
+    if signals.received is not None:
+        raise RunInterrupted(128 + signals.received)
     if errors:
         raise errors[0]
 
 
+def _stop_processes() -> None:
+    for process in multiprocessing.active_children():
+        process.terminate()
+
+
 def _in_a_process(make: Callable[[Run], Row], run: Run, jobs: int) -> Row:
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=_share_cores, initargs=(jobs,)) as process:
+    with ProcessPoolExecutor(1, mp_context=context, initializer=_prepare_process, initargs=(jobs,)) as process:
         return process.submit(make, run).result()
 
 
-def _share_cores(jobs: int) -> None:
-    """Let the processes not fight for the cores: threads that wait in a loop for one another slow all down."""
+def _prepare_process(jobs: int) -> None:
+    """Share the cores: threads that wait in a loop for one another slow all down. Leave Ctrl-C to the parent."""
     import torch
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent passes it on as SIGTERM
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // jobs))
 
 

@@ -6,11 +6,10 @@ Shapes: B batch, n images, C channels.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 from sima_attn.train.data import Source, open_data
@@ -21,6 +20,9 @@ from sima_attn.train.dino_recipes import DinoRecipe
 from sima_attn.train.features import Subset
 from sima_attn.train.knn import knn_accuracy
 from sima_attn.train.progress import RunProgress
+
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
 
 
 class KnnProbe:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sima_attn._files import written_whole
+from sima_attn._files import atomic_write
 
 
 class CsvLog:
@@ -22,7 +22,7 @@ class CsvLog:
         self.columns: list[str] | None = None
         if rows:
             self.columns = list(rows[0])
-            with written_whole(path) as temporary, open(temporary, "w", newline="") as file:
+            with atomic_write(path) as temporary, open(temporary, "w", newline="") as file:
                 writer = csv.DictWriter(file, self.columns, lineterminator="\n")
                 writer.writeheader()
                 writer.writerows(rows)

@@ -62,6 +62,11 @@ class RunProgress:
         facts = f"loss {loss:.3f}, {images_per_second:,.0f} images/s"
         self.bar.update(self.task, completed=done, description=f"epoch {epoch:.1f}", facts=facts)
 
+    def show_stopping(self) -> None:
+        """Say in the bar that a signal was received; nothing is printed, so that a signal handler may call it."""
+        if self.task is not None:
+            self.bar.update(self.task, description="stopping after this step (again: at once)")
+
     def evaluated(self, epoch: float, metrics: Mapping[str, float]) -> None:
         """A line with the numbers of an evaluation."""
         numbers = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items() if name != "images")

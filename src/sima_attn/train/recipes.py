@@ -10,7 +10,7 @@ import math
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any, TypeVar, Union
 
 from sima_attn._errors import unknown_name
@@ -577,15 +577,39 @@ def to_dict(recipe: Any) -> dict[str, Any]:
 
 
 def from_dict(kind: type[T], values: Mapping[str, Any]) -> T:
-    """The dataclass that `to_dict` took apart; a setting this version does not know is an error."""
+    """The dataclass that `to_dict` took apart; a setting that is unknown, missing or of another type is an error."""
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{kind.__name__} must be a group of settings, got {values!r}")
     kinds = typing.get_type_hints(kind)
     unknown = set(values) - set(kinds)
     if unknown:
-        raise unknown_name(f"setting of {kind.__name__}", min(unknown), kinds)
+        raise unknown_name(f"setting of {kind.__name__}", min(map(str, unknown)), kinds)
+    missing = [field.name for field in fields(kind) if _is_needed(field) and field.name not in values]  # type: ignore[arg-type]
+    if missing:
+        raise ValueError(f"{kind.__name__} lacks {', '.join(missing)}")
     filled = {}
     for name, value in values.items():
         if is_dataclass(kinds[name]):
             filled[name] = from_dict(kinds[name], value)
-        else:
-            filled[name] = tuple(value) if typing.get_origin(kinds[name]) is tuple else value
+            continue
+        filled[name] = tuple(value) if isinstance(value, list) else value
+        if not _is_of(filled[name], kinds[name]):
+            wanted = getattr(kinds[name], "__name__", str(kinds[name]))
+            raise ValueError(f"{kind.__name__}.{name} must be of type {wanted}, got {value!r}")
     return kind(**filled)
+
+
+def _is_needed(setting: Field[Any]) -> bool:
+    return setting.default is MISSING and setting.default_factory is MISSING
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    """Whether a value has the type of a field; a whole number is a float, too."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (Union, types.UnionType):
+        return any(_is_of(value, one) for one in arguments)
+    if origin is tuple:
+        return isinstance(value, tuple) and len(value) == len(arguments) and all(map(_is_of, value, arguments))
+    if kind in (int, float):
+        return isinstance(value, (int, kind)) and not isinstance(value, bool)
+    return isinstance(value, origin or kind)

@@ -6,12 +6,15 @@ A small model at a small size keeps a GPU waiting for Python, which launches its
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 from sima_attn.train.recipes import Run
+
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
 
 PLAIN_STEPS = 3  # made as usual before the recording: they compile, choose algorithms and load libraries
 

@@ -8,6 +8,7 @@ learning_curve.png    at the end                                weights.safetens
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -16,10 +17,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from sima_attn._files import written_whole
+from sima_attn._files import atomic_write
 from sima_attn._version import __version__
 from sima_attn.train.checkpoint import checkpoints
-from sima_attn.train.recipes import Recipe, differences, from_dict, to_dict
+from sima_attn.train.recipe_files import recipe_from_file
+from sima_attn.train.recipes import Recipe, differences, to_dict
 
 
 @dataclass(frozen=True)
@@ -75,13 +77,11 @@ class RunFolder:
 
     def check(self, recipe: Any, *, resume: bool) -> None:
         """Raise unless the folder is free for a new run, or holds the very run to go on with."""
-        if self.path.exists() and not self.path.is_dir():
-            raise ValueError(f"a run is a folder, and {self.path} is a file; give another --out")
+        for folder in (self.path, self.checkpoints):
+            if os.path.lexists(folder) and not folder.is_dir():
+                raise ValueError(f"a run is a folder, and {folder} is a file or a broken link; give another --out")
         if not resume:
-            if self.recipe_file.exists():
-                raise ValueError(
-                    f"{self.path} holds a run already: go on with it by --resume, or give another folder with --out"
-                )
+            self._check_unused()
             return
         refuse_changes(self.path, self.read_recipe(type(recipe)), recipe)
         left = [file.name for file in (self.weights, self.path / "train.csv") if file.exists()]
@@ -89,6 +89,20 @@ class RunFolder:
             raise ValueError(
                 f"the run in {self.path} has {' and '.join(left)}, but no checkpoint to go on from; start a new run "
                 "with another --out"
+            )
+
+    def _check_unused(self) -> None:
+        """Raise if a run has left anything here that a new run would load or overwrite."""
+        if os.path.lexists(self.recipe_file):
+            raise ValueError(
+                f"{self.path} holds a run already: go on with it by --resume, or give another folder with --out"
+            )
+        files = (self.weights, self.path / "train.csv", self.path / "eval.csv", *checkpoints(self.checkpoints)[:1])
+        left = [str(file.relative_to(self.path)) for file in files if os.path.lexists(file)]
+        if left:
+            raise ValueError(
+                f"{self.path} holds {' and '.join(left)} of a run whose {self.recipe_file.name} is missing; put it "
+                "back and add --resume, or give another folder with --out"
             )
 
     def check_finished(self, recipe: Any) -> None:
@@ -105,7 +119,7 @@ class RunFolder:
         """Keep the recipe, and what it ran on."""
         import yaml
 
-        with written_whole(self.recipe_file) as temporary:
+        with atomic_write(self.recipe_file) as temporary:
             temporary.write_text(yaml.safe_dump({"recipe": to_dict(recipe), **provenance()}, sort_keys=False))
 
     def read_recipe(self, kind: type = Recipe) -> Any:
@@ -121,7 +135,7 @@ class RunFolder:
                     f"{self.path} holds another kind of run: its recipe has {', '.join(values)}, a {kind.__name__} has "
                     f"{', '.join(setting.name for setting in fields(kind))}"
                 )
-            return from_dict(kind, values)
+            return recipe_from_file(kind, values, self.recipe_file)
         except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{self.recipe_file} is damaged, no recipe can be read from it: {error}") from error
 

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from lightning.fabric import Fabric
 from safetensors.torch import save_file
 from torch import nn
 
-from sima_attn._files import written_whole
+from sima_attn._files import DiskFullError, atomic_write, disk_full_reason, remove_leftovers
 from sima_attn.bench.figures import check_can_plot
-from sima_attn.train.checkpoint import remove_half_written
+from sima_attn.train.checkpoint import checkpoints
 from sima_attn.train.curves import plot_learning_curve
 from sima_attn.train.engine import Finished, Settings, Task, fit, start_fabric
 from sima_attn.train.progress import RunProgress
+from sima_attn.train.recipe_files import sources_in, without_sources
 from sima_attn.train.recorded import check_can_be_recorded
 from sima_attn.train.run import RunFolder
+from sima_attn.train.stopping import RunInterrupted
+
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
 
 AnyTask = TypeVar("AnyTask", bound=Task)
 
@@ -29,10 +35,11 @@ def train_task(
     recipe: Any,
     out: Path | str,
     *,
-    build: Callable[[Fabric, RunProgress], AnyTask],
+    build: Callable[[Any, Fabric, RunProgress], AnyTask],
     about: Callable[[AnyTask], dict[str, Any]],
     weights: Callable[[AnyTask], nn.Module],
     title: str,
+    command: str,
     resume: bool,
     device: str,
     quiet: bool,
@@ -41,9 +48,10 @@ def train_task(
 
     Args:
         recipe: A frozen dataclass with the groups `optim`, `schedule` and `run`.
-        build: The task, its data opened.
+        build: The task of a recipe, its data opened.
         about: Plain values that checkpoints and weights carry.
         weights: The module whose weights the run is for.
+        command: The command of `sima` that trains it, for the user who has to resume it.
     """
     folder = RunFolder(Path(out))
     fabric = start_fabric(device, recipe.run.precision)
@@ -55,9 +63,10 @@ def train_task(
             folder.check(recipe, resume=resume)
             if resume:
                 stack.enter_context(folder.locked())
-                remove_half_written(folder.checkpoints)
+            for place in (folder.path, folder.checkpoints):
+                remove_leftovers(place)
         plots = _will_plot(progress)
-        task = build(fabric, progress)
+        task = build(_resumed(recipe, folder) if resume else recipe, fabric, progress)
         if recipe.run.cuda_graph:
             check_can_be_recorded(recipe.run, fabric, recordable=task.recordable)
 
@@ -71,18 +80,46 @@ def train_task(
 
         facts = about(task)
         settings = Settings(recipe.optim, recipe.schedule, recipe.run)
-        finished = fit(task, settings, folder, fabric, progress, about=facts, on_ready=begin)
-        if first:
-            tensors = {name: t.detach().cpu().contiguous() for name, t in weights(task).state_dict().items()}
-            with written_whole(folder.weights) as temporary:
-                save_file(tensors, temporary, metadata={"about": json.dumps(facts)})
-            if plots:
-                plot_learning_curve(folder.path, folder.curve, title)
-        fabric.barrier()
+        try:
+            finished = fit(task, settings, folder, fabric, progress, resume=resume, about=facts, on_ready=begin)
+            if first:
+                tensors = {name: t.detach().cpu().contiguous() for name, t in weights(task).state_dict().items()}
+                with atomic_write(folder.weights) as temporary:
+                    save_file(tensors, temporary, metadata={"about": json.dumps(facts)})
+                if plots:
+                    plot_learning_curve(folder.path, folder.curve, title)
+        except RunInterrupted:
+            progress.say(f"resume with: {resume_command(command, folder.path, device, fabric.world_size)}")
+            _end_together(fabric)
+            raise
+        except Exception as error:
+            if (reason := disk_full_reason(error)) is None:
+                raise
+            raise DiskFullError(
+                f"{folder.path} cannot be written to: {reason}. The last checkpoint is intact: free some space, then "
+                f"resume with: {resume_command(command, folder.path, device, fabric.world_size)}"
+            ) from error
+        _end_together(fabric)
+    return finished
+
+
+def _end_together(fabric: Fabric) -> None:
+    """Wait until the first process has written all files: when one process has ended, torchrun ends the others."""
+    fabric.barrier()
     if fabric.world_size > 1:
         # Its threads must end before the process does: one that still runs then aborts it, now and again.
         torch.distributed.destroy_process_group()
-    return finished
+
+
+def resume_command(command: str, folder: Path, device: str, processes: int) -> str:
+    """The command line that resumes a run in as many processes."""
+    options = f"{command} --out {shlex.quote(str(folder))} --resume{f' --device {device}' * (device != 'auto')}"
+    if processes == 1:
+        return f"sima {options}"
+    local = int(os.environ["LOCAL_WORLD_SIZE"])
+    nodes = f"--nnodes={processes // local} " * (processes > local)
+    rendezvous = " (and its rendezvous options)" * (processes > local)
+    return f"torchrun {nodes}--nproc-per-node={local} -m sima_attn.cli {options}{rendezvous}"
 
 
 @contextlib.contextmanager
@@ -103,3 +140,16 @@ def _will_plot(progress: RunProgress) -> bool:
         progress.say(f"there will be no learning curve: {error}")
         return False
     return True
+
+
+def _resumed(recipe: Any, folder: RunFolder) -> Any:
+    """The recipe without the weights that its run started from: the checkpoints have those to resume with."""
+    if checkpoints(folder.checkpoints):
+        return without_sources(recipe)
+    sources = sources_in(recipe)
+    if sources:
+        raise ValueError(
+            f"the run in {folder.path} has no checkpoint yet, and {', '.join(sources)} of a recipe in a file is not "
+            "used: nothing in a file may load other weights. Start a new run with another --out"
+        )
+    return recipe

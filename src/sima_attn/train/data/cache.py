@@ -13,7 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sima_attn.train.data.loader import Batch, BrokenImages, Samples, Share, batch_indices, batch_loader
+from sima_attn.train.data.loader import (
+    Batch,
+    BrokenImages,
+    Samples,
+    Share,
+    batch_indices,
+    batch_loader,
+    evaluation_transform,
+)
 from sima_attn.train.data.sources import Source
 from sima_attn.train.recipes import Data
 
@@ -35,17 +43,7 @@ class Cache:
         broken: BrokenImages,
         on_step: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        from timm.data.transforms import str_to_interp_mode
-        from torchvision import transforms
-
-        side = round(data.size / data.crop_ratio)
-        fit = transforms.Compose(
-            [
-                transforms.Resize(side, str_to_interp_mode(data.interpolation)),
-                transforms.CenterCrop(data.size),
-                transforms.PILToTensor(),
-            ]
-        )
+        fit = evaluation_transform(data, normalize=False)
         n = len(source)
         images = torch.zeros(n, 3, data.size, data.size, dtype=torch.uint8)
         good = np.ones(n, dtype=bool)

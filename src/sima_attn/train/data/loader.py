@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,11 +19,16 @@ import torch
 from torch import Tensor, distributed
 from torch.utils.data import DataLoader, Dataset
 
+from sima_attn._images import cut_ends
 from sima_attn.train.data.sources import Source
 from sima_attn.train.recipes import Augment, Data
+from sima_attn.train.stopping import leave_signals_to_parent, termination_blocked
 
 SHUFFLED_TOGETHER = 8  # blocks (row groups, shards) whose samples an epoch mixes
 MOST_BROKEN = 0.01
+LONGEST_TEMP_DIR = (
+    70  # characters; a worker opens TEMP_DIR/pymp-12345678/listener-12345678, and a socket's path has 104
+)
 
 
 class Batch(NamedTuple):
@@ -127,13 +133,16 @@ class Samples(Dataset):
             try:
                 image = self.source.read(index)
                 break
-            except Exception:  # whatever the decoder says: the image cannot be used
+            except Exception as error:  # whatever the decoder says: the image cannot be used
                 broken.append(index)
+                reason = error
             if self.seed is None:  # evaluation leaves it out
                 return None, 0, broken
             if len(broken) > 100:
                 names = ", ".join(self.source.name(i) for i in broken[:3])
-                raise ValueError(f"a hundred images in a row cannot be read, the first ones: {names}")
+                raise ValueError(
+                    f"a hundred images in a row cannot be read, the first ones: {names}; the last: {reason}"
+                )
             index = (index + 1) % len(self.source)
         if self.seed is not None:
             seed_everything(self.seed, epoch, position)
@@ -159,12 +168,20 @@ class BrokenImages:
         """Take note of samples that could not be read."""
         for index in sorted(set(indices) - self.found):
             self.found.add(index)
-            self.say(f"broken image, skipped ({len(self.found)} so far): {self.source.name(index)}")
+            self.say(f"broken image, skipped ({len(self.found)} so far): {self.describe(index)}")
         if len(self.found) > MOST_BROKEN * len(self.source):
             raise ValueError(
                 f"{len(self.found)} of {len(self.source)} images cannot be read, more than {MOST_BROKEN:.0%}; "
-                f"the last one: {self.source.name(max(self.found))}"
+                f"the last one: {self.describe(max(self.found))}"
             )
+
+    def describe(self, index: int) -> str:
+        """The name of an image and why it cannot be read, by reading it again: workers report its index alone."""
+        try:
+            self.source.read(index)
+        except Exception as error:
+            return f"{self.source.name(index)}: {error}"
+        return self.source.name(index)
 
     def gather(self) -> None:
         """Take note of what the other processes have found; all must call it.
@@ -194,11 +211,40 @@ def useful_workers(workers: int) -> int:
     return min(workers, os.cpu_count() or 1)
 
 
+def shorten_temp_dir() -> None:
+    """Move the temporary folder of a worker process to /tmp where its path is too long for a socket.
+
+    Batches reach the main process through a socket in that folder. A thread of the worker opens it: when that
+    fails, the main process gets neither a batch nor an error and waits forever.
+    """
+    if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TEMP_DIR:
+        tempfile.tempdir = "/tmp"
+
+
+class Loader(DataLoader):
+    """A loader whose workers run under a long TMPDIR, and go on when the whole process group is signalled.
+
+    The step in progress needs them.
+    """
+
+    def __init__(self, samples: Dataset, **options: Any) -> None:
+        super().__init__(samples, worker_init_fn=_start_worker, **options)
+
+    def __iter__(self) -> Any:
+        with termination_blocked():
+            return super().__iter__()
+
+
+def _start_worker(worker: int) -> None:
+    shorten_temp_dir()
+    leave_signals_to_parent()
+
+
 def batch_loader(samples: Samples, pieces: Iterator, workers: int, pin: bool) -> DataLoader:
     """(images, labels, broken indices) of each piece."""
     keys: Any = _Keys(pieces)
     # A generator of its own: the loader draws a base seed, and must not draw it from the step's randomness.
-    return DataLoader(
+    return Loader(
         samples,
         batch_sampler=keys,
         num_workers=useful_workers(workers),
@@ -268,7 +314,8 @@ def training_transform(data: Data, augment: Augment) -> Callable[[Any], Tensor]:
         separate=True,
     )
     if augment.crop != "resized":
-        steps = [transforms.Resize(data.size, str_to_interp_mode(data.interpolation)), transforms.CenterCrop(data.size)]
+        mode = str_to_interp_mode(data.interpolation)
+        steps: list[Any] = [cut_ends, transforms.Resize(data.size, mode), transforms.CenterCrop(data.size)]
         if augment.crop == "padded":
             steps.append(transforms.RandomCrop(data.size, padding=augment.padding))
         first = transforms.Compose([*steps, transforms.RandomHorizontalFlip(augment.flip)])
@@ -292,10 +339,20 @@ def _a_bit_or_more(bits: Callable[[float, Any], tuple[int]], level: float, setti
     return (max(1, bits(level, settings)[0]),)
 
 
-def evaluation_transform(data: Data) -> Callable[[Any], Tensor]:
-    """PIL image -> tensor [3, size, size]: shorter side to size / crop_ratio, the middle cut out, normalised."""
-    from timm.data.transforms_factory import transforms_imagenet_eval
+def evaluation_transform(data: Data, *, normalize: bool = True) -> Callable[[Any], Tensor]:
+    """PIL image -> tensor [3, size, size]: shorter side resized to size / crop_ratio, then the center crop.
 
-    return transforms_imagenet_eval(
-        data.size, crop_pct=data.crop_ratio, interpolation=data.interpolation, mean=data.mean, std=data.std
+    Normalized floats, or the bytes of the image with normalize=False.
+    """
+    from timm.data.transforms_factory import transforms_imagenet_eval
+    from torchvision import transforms
+
+    by_timm = transforms_imagenet_eval(
+        data.size,
+        crop_pct=data.crop_ratio,
+        interpolation=data.interpolation,
+        mean=data.mean,
+        std=data.std,
+        normalize=normalize,
     )
+    return transforms.Compose([cut_ends, by_timm])

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sima_attn._images import ENDINGS, images_in, is_hidden, to_rgb
+from sima_attn._images import ENDINGS, images_in, is_hidden, read_image
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -49,7 +49,7 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, index: int) -> Image:
-        """The image, RGB. Whatever is wrong with it raises."""
+        """The image, RGB and upright. Raises if it cannot be read; the message gives the reason without the name."""
 
 
 def open_data(path: str | Path, split: str = "train", *, labelled: bool = True) -> Source:
@@ -79,6 +79,7 @@ def open_data(path: str | Path, split: str = "train", *, labelled: bool = True) 
             files = sorted([*root.glob(f"{alias}[-_.]*{ending}"), *root.glob(f"{alias}{ending}")])
             files = files or sorted((root / alias).glob(f"*{ending}"))
             if files:
+                _check_regular(files)
                 return kind(files, root, labelled)
         if (root / alias).is_dir():
             return ClassFolders(root / alias, labelled)
@@ -86,6 +87,12 @@ def open_data(path: str | Path, split: str = "train", *, labelled: bool = True) 
         f"{root} has no {split} images: neither a folder {split}/ with one folder a class, nor {split}-*.parquet, "
         f"nor {split}-*.tar"
     )
+
+
+def _check_regular(files: Sequence[Path]) -> None:
+    wrong = [path for path in files if not path.is_file()]
+    if wrong:  # opening a pipe would wait for a writer
+        raise ValueError(f"{few_of([str(path) for path in wrong])}: not a regular file; remove or rename it")
 
 
 def check_same_classes(train: Source, val: Source) -> None:
@@ -151,13 +158,6 @@ def class_words(root: Path | str) -> dict[str, str]:
     return {key.strip(): names.split(",")[0].strip() for key, names in pairs}
 
 
-def _decode(data: Any) -> Image:
-    from PIL import Image
-
-    with Image.open(data) as image:
-        return to_rgb(image)
-
-
 class ClassFolders(Source):
     """One folder a class, images at any depth in it; classes in the order of their names. Hidden ones are none."""
 
@@ -185,7 +185,7 @@ class ClassFolders(Source):
         return str(self.files[index])
 
     def read(self, index: int) -> Image:
-        return _decode(self.files[index])
+        return read_image(self.files[index])
 
 
 class Parquet(Source):
@@ -214,11 +214,8 @@ class Parquet(Source):
                 file = pq.ParquetFile(path)
             except (pa.ArrowException, OSError) as error:
                 raise ValueError(f"{path} is no readable parquet file: {error}") from None
-            missing = {"image", *(["label"] if labelled else [])} - set(file.schema_arrow.names)
-            if missing:
-                raise ValueError(
-                    f"{path} has no column {' or '.join(sorted(missing))}; it has {file.schema_arrow.names}"
-                )
+            for column in ["image", *(["label"] if labelled else [])]:
+                _check_one_column(file.schema_arrow.names, column, path)
             _check_image_column(file.schema_arrow.field("image").type, path)
             if labelled:
                 listed = _agreed(listed, _names_in_metadata(file.schema_arrow.metadata), path)
@@ -264,13 +261,23 @@ class Parquet(Source):
             if len(self._kept) > self.KEPT_BLOCKS:
                 self._kept.popitem(last=False)
         cell = self._kept[block][row].as_py()
-        return _decode(io.BytesIO(cell["bytes"] if isinstance(cell, dict) else cell))
+        return read_image(io.BytesIO(cell["bytes"] if isinstance(cell, dict) else cell))
+
+
+def _check_one_column(names: list[str], column: str, path: Path) -> None:
+    if column not in names:
+        raise ValueError(f"{path} has no column {column}; it has {names}")
+    if names.count(column) > 1:
+        raise ValueError(f"{path} has {names.count(column)} columns {column}; rename or remove all but one")
 
 
 def _check_image_column(kind: Any, path: Path) -> None:
     from pyarrow import types
 
     inside = [kind.field(i) for i in range(kind.num_fields)] if types.is_struct(kind) else []
+    twice = [name for name, count in Counter(field.name for field in inside).items() if count > 1]
+    if twice:  # pyarrow makes no dict of such a struct
+        raise ValueError(f"the column image of {path} has several fields {few_of(twice)}; rename or remove all but one")
     stored = next((field.type for field in inside if field.name == "bytes"), kind)
     if not (types.is_binary(stored) or types.is_large_binary(stored)):
         raise ValueError(
@@ -417,7 +424,7 @@ class TarShards(Source):
         shard, _, offset, size = self.members[index]
         with open(self.files[shard], "rb") as file:
             file.seek(offset)
-            return _decode(io.BytesIO(file.read(size)))
+            return read_image(io.BytesIO(file.read(size)))
 
 
 def _part(ending: str, labelled: bool) -> str | None:
