@@ -1,4 +1,4 @@
-"""Times the Triton kernels with many tiles, on the GPU that is here: how the table in ops/triton_tuning.py was found.
+"""Times the Triton kernels with many tiles, on the GPU that is here: how the table in ops/triton_tiles.py was found.
 
     python benchmarks/tune_tiles.py --out tiles.csv            # all shapes, several minutes
     python benchmarks/tune_tiles.py --kernel forward_head --shape 256,196,6,64
@@ -15,10 +15,11 @@ import sys
 from pathlib import Path
 
 import torch
+import triton
 
 from sima_attn.bench.cuda_timing import time_graphs
-from sima_attn.ops import triton_launch, triton_tuning
-from sima_attn.ops.triton_tuning import Tile
+from sima_attn.ops import api, sima_attention_qkv, triton_launch
+from sima_attn.ops.triton_tiles import Tile, choose_tile
 
 SHAPES = {
     "forward_head": ["256,196,6,64", "256,196,8,48", "32,196,6,64", "1,196,6,64", "256,64,3,64", "256,128,6,64",
@@ -55,14 +56,21 @@ def runner(kernel: str, shape: str):
     """What calls the kernel at a shape."""
     B, N, H, D = map(int, shape.split(","))
     qkv = torch.randn(B, N, 3, H, D, device="cuda", dtype=torch.bfloat16)
-    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-    o, do = (torch.randn(B, N, H, D, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(2))
-    options = triton_launch.Options(None, None, None, 1.0, 1e-12)
     if "backward" not in kernel:
-        return lambda: triton_launch.forward(q, k, v, o, options, order="kv", keep=False)
-    state, norms = triton_launch.forward(q, k, v, o, options, order="kv", keep=True)
-    grads = torch.empty_like(qkv).permute(2, 0, 3, 1, 4).unbind(0)
-    return lambda: triton_launch.backward((q, k, v, do, *grads), state, norms, options)
+        return lambda: sima_attention_qkv(qkv)
+    qkv.requires_grad_()
+    grad = torch.randn(B, N, H, D, device="cuda", dtype=torch.bfloat16)
+    return lambda: torch.autograd.grad(sima_attention_qkv(qkv), qkv, grad)
+
+
+def force(kernel: str, tile: Tile | None) -> None:
+    """Make a kernel take a tile; None: as the table says."""
+    api._prepared.clear()  # they have launches recorded
+
+    def choose(name, problem):
+        return tile if tile is not None and name == kernel else choose_tile(name, problem)
+
+    triton_launch.choose_tile = choose
 
 
 def main() -> None:
@@ -92,14 +100,14 @@ def main() -> None:
                 if number % shares != share:
                     continue
                 call = call or runner(kernel, shape)
-                triton_tuning.forced[kernel] = tile
+                force(kernel, tile)
                 try:
                     call()
                     if not compiling:
                         timed.append((time_graphs({"": call}, seconds=0.01, least_samples=5)[""].p50 * 1e6, tile))
-                except triton_tuning.triton.runtime.errors.OutOfResources:
+                except triton.runtime.errors.OutOfResources:
                     continue
-            triton_tuning.forced.clear()
+            force(kernel, None)
             timed.sort(key=lambda pair: pair[0])
             rows += [[kernel, shape, round(us, 2), *tile] for us, tile in timed]
             for us, tile in timed[:4]:

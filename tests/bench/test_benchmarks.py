@@ -8,20 +8,22 @@ import pytest
 import torch
 
 from sima_attn.bench import cpu, demo
-from sima_attn.bench.cpu import CASES, Case, CpuRow, bench_cpu
+from sima_attn.bench.cpu import CASES, FORWARD, TRAINING, Case, CpuRow, bench_cpu
 from sima_attn.bench.figures import plot_time_against_tokens
 from sima_attn.bench.rows import read_rows
 from sima_attn.bench.tables import cpu_table
 from sima_attn.nn import ATTENTIONS
 
 REPOSITORY = Path(__file__).parents[2]
-SMALL = (Case(1, 2, 9, 4, goal=1.0), Case(2, 2, 3, 4, goal=1.0))
+SMALL = (Case(1, 2, 9, 4, goal=1.0, goal_training=2.0), Case(2, 2, 3, 4, goal=1.0, goal_training=2.0))
 
 
 def test_cpu_benchmark_has_a_row_for_every_method_and_shape():
     (first, second) = bench_cpu(cases=SMALL, seconds=0.0, compiled=False)
-    assert [row.method for row in first] == ["softmax", "paper", "sima"]
-    assert first[0].speedup == 1.0
+    methods = [(row.direction, row.method) for row in first]
+    assert methods == [(way, method) for way in (FORWARD, TRAINING) for method in ("softmax", "paper", "sima")]
+    assert first[0].speedup == first[3].speedup == 1.0
+    assert [row.goal for row in (first[2], first[5])] == [1.0, 2.0]
     assert [(row.order, row.N) for row in (first[2], second[2])] == [("kv", 9), ("qk", 3)]
     for row in first + second:
         assert row.p20_us <= row.p50_us <= row.p80_us
@@ -39,8 +41,16 @@ def test_cpu_benchmark_gives_the_threads_back():
         next(bench_cpu(threads=0))
 
 
-def test_no_time_is_reported_for_a_wrong_result(monkeypatch):
-    monkeypatch.setitem(cpu.METHODS, "sima", lambda q, k, v: torch.zeros_like(v))
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda qkv: 0 * cpu.sima_attention_qkv(qkv),
+        lambda qkv: cpu.sima_attention_qkv(qkv).detach() + 0 * qkv[:, :, 0],  # no gradient
+    ],
+    ids=["output", "gradient"],
+)
+def test_no_time_is_reported_for_a_wrong_result(wrong, monkeypatch):
+    monkeypatch.setitem(cpu.METHODS, "sima", wrong)
     with pytest.raises(RuntimeError, match=r"sima .* is off by 1.0e\+00"):
         next(bench_cpu(cases=SMALL, seconds=0.0, compiled=False))
 
@@ -70,16 +80,15 @@ def committed_rows():
 
 
 def test_committed_rows_cover_every_case_on_one_and_two_threads():
-    found = {(row.method, row.compiled, row.threads, row.B, row.H, row.N, row.D) for row in committed_rows()}
-    forms = [("softmax", False), ("paper", False), ("sima", False), ("paper", True), ("sima", True)]
+    rows = committed_rows()
+    found = {(row.method, row.compiled, row.direction, row.threads, row.B, row.H, row.N, row.D) for row in rows}
+    forms = [(method, False, direction) for method in cpu.METHODS for direction in (FORWARD, TRAINING)]
+    forms += [("paper", True, FORWARD), ("sima", True, FORWARD)]
     assert found == {
-        (method, compiled, threads, case.B, case.H, case.N, case.D)
-        for method, compiled in forms
-        for threads in (1, 2)
-        for case in CASES
+        (*form, threads, case.B, case.H, case.N, case.D) for form in forms for threads in (1, 2) for case in CASES
     }
 
 
 def test_a_table_of_threads_that_were_not_measured_is_an_error():
     with pytest.raises(ValueError, match=re.escape("no rows for 64 threads; there are: [1, 2]")):
-        cpu_table(committed_rows(), 64)
+        cpu_table(committed_rows(), 64, FORWARD)

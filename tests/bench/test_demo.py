@@ -87,3 +87,22 @@ def test_the_readme_shows_the_committed_rows():
     }
     table = twins_table(read_rows(root / "benchmarks" / "results" / "demo_twins.csv", TwinRow))
     assert {tuple(line) for line in table.lines} <= shown
+
+
+def test_the_demo_keeps_runs_that_are_not_its_own(tmp_path):
+    from dataclasses import replace
+
+    from sima_attn.bench.demo import _remove_old_twin
+    from sima_attn.train.recipes import named_recipe
+    from sima_attn.train.run import RunFolder
+
+    recipe = named_recipe("digits")
+    for name, own in (("demo", recipe), ("mine", replace(recipe, data=replace(recipe.data, path="photos")))):
+        folder = RunFolder(tmp_path / name)
+        folder.path.mkdir()
+        folder.write_recipe(own)
+    _remove_old_twin(tmp_path / "demo", recipe)
+    assert not (tmp_path / "demo").exists()
+    with pytest.raises(ValueError, match="holds another run"):
+        _remove_old_twin(tmp_path / "mine", recipe)
+    assert (tmp_path / "mine" / "recipe.yaml").exists()

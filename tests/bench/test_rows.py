@@ -1,12 +1,12 @@
 """Rows survive the trip through a file, or say why not."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
-from sima_attn.bench.cpu import CpuRow
-from sima_attn.bench.rows import cpu_name, read_rows, write_rows
+from sima_attn.bench.cpu import FORWARD, CpuRow
+from sima_attn.bench.rows import cpu_name, merge_rows, read_rows, write_rows
 from sima_attn.bench.tables import cpu_table
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -19,6 +19,10 @@ class Row:
     count: int
     speed: float
 
+    @property
+    def key(self):
+        return self.name
+
 
 ROWS = [Row("a, with a comma", True, 3, 1.5), Row("b", False, -1, 2e-7)]
 
@@ -29,6 +33,12 @@ def test_rows_come_back_as_they_went(tmp_path):
     assert read_rows(path, Row) == ROWS
     write_rows(path, ROWS[:1])
     assert read_rows(path, Row) == ROWS[:1]
+
+
+def test_new_rows_replace_old_ones_of_the_same_key():
+    again, other = replace(ROWS[0], speed=9.0), replace(ROWS[1], name="c")
+    assert merge_rows(ROWS, [other, again]) == [again, ROWS[1], other]
+    assert merge_rows([], ROWS) == ROWS == merge_rows(ROWS, [])
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path):
@@ -66,7 +76,7 @@ def test_a_file_that_is_no_text_is_named(tmp_path):
 def test_a_table_of_rows_that_were_cut_says_so():
     rows = [row for row in read_rows(RESULTS / "cpu.csv", CpuRow) if row.method != "sima"]
     with pytest.raises(ValueError, match=r"no row of sima for B, H, N, D = \(1, 6, 196, 64\): the rows were cut"):
-        cpu_table(rows, 1)
+        cpu_table(rows, 1, FORWARD)
 
 
 def test_no_rows_is_an_error(tmp_path):

@@ -60,6 +60,30 @@ def test_percentiles_are_in_order_and_rounds_are_reported():
     assert len(rounds) == timing.samples == 10
 
 
+def test_waits_for_a_device_count_only_where_they_should():
+    clock, pending = Clock(), []
+
+    def enqueue():  # returns after 1 s, and leaves the device 4 s of work
+        clock.now += 1
+        pending.append(4)
+
+    def wait():
+        clock.now += sum(pending)
+        pending.clear()
+
+    def time(**hooks):
+        return time_interleaved({"x": enqueue}, seconds=0, calls_per_sample=3, clock=clock, **hooks)["x"].p50
+
+    assert time(before_sample=wait) == 1
+    assert time(before_sample=wait, after_calls=wait) == 1 + 4
+
+
+def test_the_number_of_calls_in_a_sample_can_be_fixed():
+    clock = Clock()
+    time_interleaved({"a": clock.function("a", 0.001)}, seconds=0, calls_per_sample=7, least_samples=2, clock=clock)
+    assert len(clock.calls) == 2 + 2 * (7 + 7)
+
+
 def test_nothing_to_time_is_an_error():
     with pytest.raises(ValueError, match="nothing to time"):
         time_interleaved({})

@@ -1,15 +1,15 @@
-"""Times functions against each other on a CUDA device: captured as graphs, replayed in turns, clocked on the device."""
+"""Times functions against each other on a CUDA device, in turns: as graphs, called from Python, or enqueued only."""
 
 from collections.abc import Callable, Mapping
-from time import perf_counter
 
 import torch
 
-from sima_attn.bench.timing import Timing, percentiles
+from sima_attn.bench.timing import Timing, percentiles, time_interleaved
 
 Function = Callable[[], object]
 SAMPLE_SECONDS = 1e-3  # a graph repeats its function until it runs about this long
 MOST_CALLS = 200
+ENQUEUED_CALLS = 50  # the queue of a device holds about 1,000 kernels
 
 
 def check_cuda() -> None:
@@ -39,17 +39,30 @@ def time_graphs(
     return {name: percentiles(times) for name, times in samples.items()}
 
 
-def time_calls(function: Function, *, seconds: float = 0.1) -> float:
-    """Seconds of a call from Python among many in a row: what a loop gets that replays no graphs."""
-    for _ in range(10):  # compile, tune, allocate
-        function()
-    torch.cuda.synchronize()
-    calls, start = 0, perf_counter()
-    while calls == 0 or perf_counter() - start < seconds:
-        function()
-        calls += 1
-    torch.cuda.synchronize()
-    return (perf_counter() - start) / calls
+def time_calls(functions: Mapping[str, Function], *, seconds: float = 1.0) -> dict[str, Timing]:
+    """Wall-clock time per call from Python, the device's work included: what a loop gets that replays no graphs.
+
+    A sample is several calls and a wait for the device at their end.
+    """
+    check_cuda()
+    wait = torch.cuda.synchronize
+    return time_interleaved(functions, seconds=seconds, least_samples=10, before_sample=wait, after_calls=wait)
+
+
+def time_enqueuing(functions: Mapping[str, Function], *, seconds: float = 1.0) -> dict[str, Timing]:
+    """CPU time per call: until Python has the result, whose values the device may still be computing.
+
+    The device is idle at the start of each sample, and the calls of a sample do not fill its queue, where a call
+    would wait for a free place.
+    """
+    check_cuda()
+    return time_interleaved(
+        functions,
+        seconds=seconds,
+        least_samples=10,
+        calls_per_sample=ENQUEUED_CALLS,
+        before_sample=torch.cuda.synchronize,
+    )
 
 
 def copy_bandwidth(gibibytes: float = 0.25) -> float:

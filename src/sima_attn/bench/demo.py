@@ -56,11 +56,22 @@ def train_twins(
     rows = []
     for attention in TWINS:
         recipe = with_overrides(named_recipe("digits"), [*changes, f"model.attention={attention}"])
-        if (out / attention / "recipe.yaml").exists():
-            shutil.rmtree(out / attention)
+        _remove_old_twin(out / attention, recipe)
         on_twin(attention)
         rows.append(_train_twin(recipe, out / attention, quiet))
     return rows
+
+
+def _remove_old_twin(folder: Path, recipe) -> None:
+    """Remove the run of an earlier demo; any other run in its place is an error, and kept."""
+    from sima_attn.train.run import RunFolder
+
+    if not (folder / "recipe.yaml").exists():
+        return
+    old = RunFolder(folder).read_recipe()
+    if (old.model.name, old.data.path) != (recipe.model.name, recipe.data.path):
+        raise ValueError(f"{folder} holds another run, of {old.model.name}; give the demo another --out")
+    shutil.rmtree(folder)
 
 
 def _train_twin(recipe, folder: Path, quiet: bool) -> TwinRow:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sima_attn._errors import unknown_name
-from sima_attn._files import written_whole
+from sima_attn._files import atomic_write
 from sima_attn.bench.figures import check_can_plot
 from sima_attn.bench.rows import cpu_name, today
 from sima_attn.bench.tables import TextTable
@@ -232,7 +232,7 @@ def _make_files(
             if not int8.exists():
                 on_step(f"quantising {called}, {pixels} px")
                 batches = (_images(pixels, seed) for seed in range(CALIBRATION_IMAGES))
-                with written_whole(int8) as temporary:
+                with atomic_write(int8) as temporary:
                     onnx.save(quantized_graph(fp32, batches), temporary)
             files[variant, INT8] = int8
     return files
@@ -431,6 +431,6 @@ def plot_edge(rows: Sequence[EdgeRow], path: Path) -> None:
             axes.legend(frameon=False, fontsize=8)
         line[0].set_ylabel("speed, float32 twin = 1")
     figure.suptitle(f"one image, {threads} thread{'s' * (threads > 1)}, {rows[0].device}")
-    with written_whole(path) as temporary:
+    with atomic_write(path) as temporary:
         figure.savefig(temporary, dpi=150, format="png")
     plt.close(figure)

@@ -70,7 +70,11 @@ def plot_gpu(rows: Sequence[GpuRow], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    everywhere = [row for row in rows if row.direction == "forward" and row.H == 6 and row.B * row.N == 32768]
+    everywhere = [
+        row
+        for row in rows
+        if (row.direction, row.dtype, row.H) == ("forward", "bfloat16", 6) and row.B * row.N == 32768
+    ]
     styles = {
         "flash": ("softmax, flash", "s-", "black"),
         "cudnn": ("softmax, cuDNN", "D-", "dimgrey"),

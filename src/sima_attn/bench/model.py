@@ -1,180 +1,250 @@
 """Whole models on the GPU: timm's DeiT-S and XCiT-S12/16 against their SimA twins, inference and training.
 
-A step is timed as a CUDA graph, which is what the chip does, and called from Python, which is what a plain loop gets.
+A step is timed as users run it (called from Python in eager mode, under `torch.compile`, and under `torch.compile` with
+mode "reduce-overhead"), and as a CUDA graph, which shows what the chip does.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import timm
 import torch
 from torch import Tensor, nn
 
-from sima_attn.bench.cuda_timing import check_cuda, device_name, time_graphs
+from sima_attn.bench.cuda_timing import check_cuda, device_name, time_calls, time_graphs
 from sima_attn.bench.rows import today
-from sima_attn.bench.timing import Timing, percentiles
+from sima_attn.bench.selection import select
 from sima_attn.models.compiled import compile_blocks
 
-INFERENCE, TRAINING = "inference", "training"
-COMPILED = {INFERENCE: "whole", TRAINING: "block by block"}
+EAGER, COMPILE, REDUCE_OVERHEAD, GRAPH = MODES = ("eager", "compile", "reduce-overhead", "graph")
+INFERENCE, TRAINING = DIRECTIONS = ("inference", "training")
+DEVICE = "cuda"
 
 
 @dataclass(frozen=True)
 class Twins:
-    """A model of timm and the same model with SimA."""
+    """A model of timm, the same model with SimA, and the modes in which they are measured."""
 
     attention: str
     timm_name: str
     sima_name: str
     options: dict
+    modes: tuple[str, ...] = MODES
+
+    @property
+    def family(self) -> str:
+        """The name that `sima bench model --model` takes."""
+        return self.timm_name.partition("_")[0]
 
 
 TWINS = (
     Twins("softmax", "deit_small_patch16_224", "sima_deit_small_patch16_224", {"dynamic_img_size": True}),
-    Twins("xca", "xcit_small_12_p16_224", "sima_xcit_small_12_p16_224", {}),
+    Twins("xca", "xcit_small_12_p16_224", "sima_xcit_small_12_p16_224", {}, modes=(GRAPH,)),  # minutes to compile
 )
 
 
 @dataclass(frozen=True)
-class Size:
-    """An image side, a batch, and how many times softmax's speed SimA should reach there."""
+class ModelCase:
+    """How a step is run, on how many images of which side; the speed over softmax to reach on an H200, 0 for none."""
 
+    mode: str
+    direction: str
     pixels: int
     batch: int
-    goal: float
+    target: float = 0.0
+
+    @property
+    def build(self) -> tuple[str, str, int, int]:
+        """Cases that share it are measured with one pair of models, so that these are compiled once."""
+        compiled = COMPILE if (self.mode, self.direction) == (GRAPH, INFERENCE) else self.mode
+        return compiled, self.direction, self.pixels, self.batch
 
 
-SIZES = (Size(224, 256, 1.10), Size(512, 64, 1.35), Size(1024, 16, 2.2), Size(1536, 8, 3.5))
+# Cases of one build stand side by side.
+CASES = (
+    ModelCase(EAGER, INFERENCE, 224, 1, target=1.0),
+    ModelCase(EAGER, INFERENCE, 224, 8, target=1.0),
+    ModelCase(EAGER, INFERENCE, 224, 256),
+    ModelCase(EAGER, INFERENCE, 512, 1, target=1.0),
+    ModelCase(EAGER, INFERENCE, 512, 64),
+    ModelCase(EAGER, INFERENCE, 1024, 1, target=1.0),
+    ModelCase(EAGER, INFERENCE, 1024, 16),
+    ModelCase(EAGER, TRAINING, 224, 8, target=1.0),
+    ModelCase(EAGER, TRAINING, 224, 256),
+    ModelCase(COMPILE, INFERENCE, 224, 1, target=1.05),
+    ModelCase(COMPILE, INFERENCE, 224, 8, target=1.05),
+    ModelCase(COMPILE, INFERENCE, 224, 256),
+    ModelCase(GRAPH, INFERENCE, 224, 256, target=1.10),
+    ModelCase(COMPILE, INFERENCE, 512, 1, target=1.05),
+    ModelCase(COMPILE, INFERENCE, 512, 64),
+    ModelCase(GRAPH, INFERENCE, 512, 64, target=1.35),
+    ModelCase(COMPILE, INFERENCE, 1024, 1, target=1.05),
+    ModelCase(COMPILE, INFERENCE, 1024, 16),
+    ModelCase(GRAPH, INFERENCE, 1024, 16, target=2.2),
+    ModelCase(GRAPH, INFERENCE, 1536, 8, target=3.5),
+    ModelCase(COMPILE, TRAINING, 224, 8, target=1.0),
+    ModelCase(COMPILE, TRAINING, 224, 256, target=1.1),
+    ModelCase(REDUCE_OVERHEAD, INFERENCE, 224, 1, target=1.03),
+    ModelCase(REDUCE_OVERHEAD, INFERENCE, 224, 8),
+    ModelCase(REDUCE_OVERHEAD, INFERENCE, 224, 256),
+    ModelCase(REDUCE_OVERHEAD, INFERENCE, 512, 1, target=1.1),
+    ModelCase(REDUCE_OVERHEAD, INFERENCE, 512, 64),
+    ModelCase(REDUCE_OVERHEAD, INFERENCE, 1024, 1, target=1.4),
+    ModelCase(REDUCE_OVERHEAD, INFERENCE, 1024, 16),
+    ModelCase(GRAPH, TRAINING, 224, 256, target=1.10),
+    ModelCase(GRAPH, TRAINING, 512, 64, target=1.35),
+    ModelCase(GRAPH, TRAINING, 1024, 16, target=2.2),
+    ModelCase(GRAPH, TRAINING, 1536, 8, target=3.5),
+)
 
 
 @dataclass(frozen=True)
 class ModelSpeedRow:
-    """One model at one size; `speedup` is against its twin in the same run, both as CUDA graphs.
+    """One model in one case; `speedup` is the median of its twin in the same run over its own.
 
-    `called_ms` is the step called from Python, and `called_speedup` that of the twins so.
+    Mode "graph" replays a step of the compiled model (training: compiled block by block) as one CUDA graph, clocked on
+    the device. The other modes are wall-clock time per call. `peak_mib` is what a step allocates at most; it is 0 in
+    mode "reduce-overhead", where CUDA graphs hold the memory between steps.
     """
 
     model: str
     attention: str
+    mode: str
     direction: str
     pixels: int
     batch: int
-    images_per_second: float
     speedup: float
-    goal: float
+    target: float
     p20_ms: float
     p50_ms: float
     p80_ms: float
     samples: int
-    called_ms: float
-    called_speedup: float
+    images_per_second: float
     peak_mib: float
-    compiled: str
     precision: str
     device: str
     torch: str
     timm: str
     date: str
 
+    @property
+    def key(self) -> tuple[str, str, str, int, int]:
+        """A file has one row per key."""
+        return self.model, self.mode, self.direction, self.pixels, self.batch
 
-def bench_models(
-    *, twins: Sequence[Twins] = TWINS, sizes: Sequence[Size] = SIZES, seconds: float = 2.0
-) -> Generator[list[ModelSpeedRow]]:
-    """The rows of one pair at one size and direction after the other."""
+    @property
+    def position(self) -> tuple[int, int, int, int, int, bool]:
+        """Rows in this order: models, modes, directions, sizes; a model before its SimA twin."""
+        pair = next(i for i, twins in enumerate(TWINS) if self.model in (twins.timm_name, twins.sima_name))
+        mode, direction = MODES.index(self.mode), DIRECTIONS.index(self.direction)
+        return pair, mode, direction, self.pixels, self.batch, self.attention == "sima"
+
+
+def select_cases(
+    *,
+    models: Collection[str] | None = None,
+    modes: Collection[str] | None = None,
+    directions: Collection[str] | None = None,
+    pixels: Collection[int] | None = None,
+    batches: Collection[int] | None = None,
+) -> list[tuple[Twins, ModelCase]]:
+    """The pairs of models and their cases; each argument keeps only the cases with the values it names."""
+    cases = [(pair, case) for pair in TWINS for case in CASES if case.mode in pair.modes]
+    cases = select(cases, "model", models, lambda each: each[0].family)
+    cases = select(cases, "mode", modes, lambda each: each[1].mode)
+    cases = select(cases, "direction", directions, lambda each: each[1].direction)
+    cases = select(cases, "image side", pixels, lambda each: each[1].pixels)
+    return select(cases, "batch", batches, lambda each: each[1].batch)
+
+
+def bench_models(cases: Iterable[tuple[Twins, ModelCase]], *, seconds: float = 2.0) -> Generator[list[ModelSpeedRow]]:
+    """The rows of one case after the other, first the model of timm, then its SimA twin."""
     check_cuda()
-    for pair in twins:
-        for size in sizes:
-            for direction in (INFERENCE, TRAINING):
-                yield _bench_pair(pair, size, direction, seconds)
+    for (_, build), group in groupby(cases, key=lambda each: (each[0].timm_name, each[1].build)):
+        pairs, alike = zip(*group, strict=True)
+        yield from _bench_build(pairs[0], build, alike, seconds)
 
 
-def _bench_pair(pair: Twins, size: Size, direction: str, seconds: float) -> list[ModelSpeedRow]:
+def _bench_build(
+    pair: Twins, build: tuple[str, str, int, int], cases: Sequence[ModelCase], seconds: float
+) -> Generator[list[ModelSpeedRow]]:
+    mode, direction, pixels, batch = build
+    images = torch.randn(batch, 3, pixels, pixels, device=DEVICE)
+    labels = torch.randint(1000, (batch,), device=DEVICE)
+    torch.compiler.reset()  # otherwise the second size would be compiled with dynamic shapes
     names = {pair.attention: pair.timm_name, "sima": pair.sima_name}
-    images = torch.randn(size.batch, 3, size.pixels, size.pixels, device="cuda")
-    labels = torch.randint(1000, (size.batch,), device="cuda")
-    torch.compiler.reset()
-    steps, peaks = {}, {}
-    for attention, name in names.items():
-        steps[attention] = _step(name, pair.options, images, labels, direction)
-        peaks[attention] = _peak_mib(steps[attention])
-    called = _interleaved(steps, seconds / 2)
-    timings = time_graphs(steps, seconds=seconds)
-    return [
-        ModelSpeedRow(
-            model=names[attention],
-            attention=attention,
-            direction=direction,
-            pixels=size.pixels,
-            batch=size.batch,
-            images_per_second=round(size.batch / timing.p50, 1),
-            speedup=round(timings[pair.attention].p50 / timing.p50, 3),
-            goal=size.goal if attention == "sima" and pair.attention == "softmax" else 0.0,
-            p20_ms=round(timing.p20 * 1e3, 3),
-            p50_ms=round(timing.p50 * 1e3, 3),
-            p80_ms=round(timing.p80 * 1e3, 3),
-            samples=timing.samples,
-            called_ms=round(called[attention].p50 * 1e3, 3),
-            called_speedup=round(called[pair.attention].p50 / called[attention].p50, 3),
-            peak_mib=round(peaks[attention], 1),
-            compiled=COMPILED[direction],
-            precision="bfloat16 autocast",
-            device=device_name(),
-            torch=torch.__version__,
-            timm=timm.__version__,
-            date=today(),
-        )
-        for attention, timing in timings.items()
-    ]
+    steps = {
+        attention: create_step(timm.create_model(name, **pair.options).to(DEVICE), mode, images, labels, direction)
+        for attention, name in names.items()
+    }
+    peaks = {attention: _peak_mib(step, mode) for attention, step in steps.items()}
+    for case in cases:
+        timings = (time_graphs if case.mode == GRAPH else time_calls)(steps, seconds=seconds)
+        yield [
+            ModelSpeedRow(
+                model=names[attention],
+                attention=attention,
+                mode=case.mode,
+                direction=direction,
+                pixels=pixels,
+                batch=batch,
+                speedup=round(timings[pair.attention].p50 / timing.p50, 3),
+                target=case.target if attention == "sima" and pair.attention == "softmax" else 0.0,
+                p20_ms=round(timing.p20 * 1e3, 3),
+                p50_ms=round(timing.p50 * 1e3, 3),
+                p80_ms=round(timing.p80 * 1e3, 3),
+                samples=timing.samples,
+                images_per_second=round(batch / timing.p50, 1),
+                peak_mib=round(peaks[attention], 1),
+                precision="bfloat16 autocast",
+                device=device_name(),
+                torch=torch.__version__,
+                timm=timm.__version__,
+                date=today(),
+            )
+            for attention, timing in timings.items()
+        ]
 
 
-def _step(name: str, options: dict, images: Tensor, labels: Tensor, direction: str) -> Callable[[], object]:
-    model: Any = timm.create_model(name, **options).cuda()
-    if direction == INFERENCE:
-        model = torch.compile(model.eval(), dynamic=False)
+def create_step(
+    model: nn.Module, mode: str, images: Tensor, labels: Tensor, direction: str
+) -> Callable[[], Tensor | None]:
+    """A step as a user writes it: inference gives the logits; training is forward, loss and backward, no optimizer."""
+    device = images.device.type
+    run: Any = model.train(direction == TRAINING)
+    if mode == COMPILE:
+        run = torch.compile(run)
+    elif mode == REDUCE_OVERHEAD:
+        run = torch.compile(run, mode="reduce-overhead")
+    elif mode == GRAPH:
+        run = compile_blocks(run)  # as `sima train` does it; the whole model would take a minute to compile
 
-        @torch.inference_mode()
-        def infer() -> Tensor:
-            with torch.autocast("cuda", torch.bfloat16):
-                return model(images)
-
-        return infer
-
-    model = compile_blocks(model)  # as `sima train` does it; as a whole it would take minutes
+    def infer() -> Tensor:
+        if mode == REDUCE_OVERHEAD:
+            torch.compiler.cudagraph_mark_step_begin()
+        with torch.inference_mode(), torch.autocast(device, torch.bfloat16):
+            return run(images)
 
     def train() -> None:
-        with torch.autocast("cuda", torch.bfloat16):
-            loss = nn.functional.cross_entropy(model(images), labels)
+        with torch.autocast(device, torch.bfloat16):
+            loss = nn.functional.cross_entropy(run(images), labels)
         loss.backward()
         model.zero_grad(set_to_none=True)
 
-    return train
+    return train if direction == TRAINING else infer
 
 
-def _peak_mib(step: Callable[[], object]) -> float:
-    """Memory that one step needs beyond what is there before it, after a first step has compiled and tuned."""
-    step()
-    step()
+def _peak_mib(step: Callable[[], object], mode: str) -> float:
+    """Memory that one step allocates beyond what is there before it, after the steps that compile, tune and record."""
+    for _ in range(3):
+        step()
     torch.cuda.synchronize()
+    if mode == REDUCE_OVERHEAD:
+        return 0.0
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     step()
     torch.cuda.synchronize()
     return (torch.cuda.max_memory_allocated() - before) / 2**20
-
-
-def _interleaved(steps: dict[str, Callable[[], object]], seconds: float) -> dict[str, Timing]:
-    """Whole steps called in turns, clocked on the device."""
-    samples: dict[str, list[float]] = {name: [] for name in steps}
-    spent, rounds = 0.0, 0
-    while rounds < 10 or spent < seconds * len(steps):
-        for name, step in steps.items():
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            step()
-            end.record()
-            end.synchronize()
-            samples[name].append(start.elapsed_time(end) * 1e-3)
-            spent += samples[name][-1]
-        rounds += 1
-    return {name: percentiles(times) for name, times in samples.items()}

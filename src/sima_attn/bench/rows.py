@@ -8,7 +8,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TypeVar
 
-from sima_attn._files import written_whole
+from sima_attn._files import atomic_write
 
 RowType = TypeVar("RowType")
 
@@ -24,7 +24,7 @@ def write_rows(path: Path, rows: Sequence[object]) -> None:
     """Write rows of one dataclass to a CSV file, whole or not at all."""
     if not rows:
         raise ValueError(f"there are no rows to write to {path}")
-    with written_whole(path) as temporary, open(temporary, "w", newline="") as file:
+    with atomic_write(path) as temporary, open(temporary, "w", newline="") as file:
         writer = csv.DictWriter(file, [field.name for field in fields(rows[0])], lineterminator="\n")  # type: ignore[arg-type]
         writer.writeheader()
         writer.writerows(asdict(row) for row in rows)  # type: ignore[call-overload]
@@ -53,6 +53,11 @@ def read_rows(path: Path, row_type: type[RowType]) -> list[RowType]:
                 "run the benchmark again"
             ) from None
     return rows
+
+
+def merge_rows(old: Sequence[RowType], new: Sequence[RowType]) -> list[RowType]:
+    """The rows of both, one per `key`: a new row takes the place of the old one."""
+    return list({row.key: row for row in (*old, *new)}.values())  # type: ignore[attr-defined]
 
 
 def cpu_name() -> str:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
+    from sima_attn.bench.call_overhead import CallOverheadRow
     from sima_attn.bench.cpu import CpuRow
     from sima_attn.bench.demo import DemoRow
     from sima_attn.bench.gpu import GpuRow
     from sima_attn.bench.model import ModelSpeedRow
+
+
+PairedRow = TypeVar("PairedRow")
 
 
 class TextTable(NamedTuple):
@@ -25,34 +29,35 @@ class TextTable(NamedTuple):
         return "\n".join(f"| {' | '.join(line)} |" for line in [self.header, ["---"] * len(self.header), *shown])
 
 
-def cpu_table(rows: Sequence[CpuRow], threads: int) -> TextTable:
-    """Speed against softmax at every shape."""
+def cpu_table(rows: Sequence[CpuRow], threads: int, direction: str) -> TextTable:
+    """Speed against softmax at every shape; torch.compile has columns where it was measured."""
     found: dict[tuple[int, int, int, int], dict[tuple[str, bool], CpuRow]] = {}
     for row in rows:
-        if row.threads == threads:
+        if row.threads == threads and row.direction == direction:
             found.setdefault((row.B, row.H, row.N, row.D), {})[row.method, row.compiled] = row
     if not found:
         raise ValueError(f"there are no rows for {threads} threads; there are: {sorted({row.threads for row in rows})}")
-    header = ["B, H, N, D", "order", "paper", "SimA", "goal", "paper, compiled", "SimA, compiled", "GFLOP/s", "matmul"]
+    forms = {"paper": ("paper", False), "SimA": ("sima", False)}
+    compiled = {"paper, compiled": ("paper", True), "SimA, compiled": ("sima", True)}
+    if not any(row.compiled for measured in found.values() for row in measured.values()):
+        compiled = {}
     lines = []
-    for shape, forms in found.items():
-        if ("sima", False) not in forms:
+    for shape, measured in found.items():
+        if ("sima", False) not in measured:
             raise ValueError(f"there is no row of sima for B, H, N, D = {shape}: the rows were cut; measure again")
-        sima = forms["sima", False]
+        sima = measured["sima", False]
         lines.append(
             [
                 ", ".join(map(str, shape)),
                 sima.order,
-                _times(forms.get(("paper", False))),
-                _times(sima),
+                *(_times(measured.get(form)) for form in forms.values()),
                 f"{sima.goal:g}x" if threads == 1 else "-",
-                _times(forms.get(("paper", True))),
-                _times(forms.get(("sima", True))),
+                *(_times(measured.get(form)) for form in compiled.values()),
                 f"{sima.gflops:.0f}",
                 f"{sima.matmul_gflops:.0f}",
             ]
         )
-    return TextTable(header, lines, bold=set())
+    return TextTable(["B, H, N, D", "order", *forms, "goal", *compiled, "GFLOP/s", "matmul"], lines, bold=set())
 
 
 def demo_table(rows: Sequence[DemoRow], counted_tokens: int) -> TextTable:
@@ -72,11 +77,11 @@ def demo_table(rows: Sequence[DemoRow], counted_tokens: int) -> TextTable:
 
 
 def gpu_table(rows: Sequence[GpuRow], direction: str) -> TextTable:
-    """Microseconds of every method at the shapes where all were measured."""
+    """Microseconds of every method in bfloat16 at the shapes where all were measured."""
     found: dict[tuple[int, int, int, int], dict[tuple[str, bool], GpuRow]] = {}
     for row in rows:
-        if row.direction == direction:
-            found.setdefault((row.B, row.N, row.H, row.D), {})[row.method, row.compiled] = row
+        if row.direction == direction and row.dtype == "bfloat16":
+            found.setdefault(row.shape, {})[row.method, row.compiled] = row
     methods = {
         "flash": ("flash", False),
         "cuDNN": ("cudnn", False),
@@ -105,15 +110,20 @@ def gpu_table(rows: Sequence[GpuRow], direction: str) -> TextTable:
     return TextTable(header, lines, bold=set())
 
 
-def called_table(rows: Sequence[GpuRow]) -> TextTable:
-    """Microseconds of a call from Python: softmax attention as torch chooses it, and SimA."""
-    calls = {((row.B, row.N, row.H, row.D), row.direction, row.method): row.called_us for row in rows}
-    lines = [
-        [", ".join(map(str, shape)), direction, _us(us), _us(calls[shape, direction, "sima"])]
-        for (shape, direction, method), us in calls.items()
-        if method == "sdpa"
-    ]
-    return TextTable(["B, N, H, D", "", "called: softmax", "SimA"], lines, bold=set())
+def dtype_table(rows: Sequence[GpuRow]) -> TextTable:
+    """Microseconds in the other dtypes: the fastest softmax kernel that takes the dtype, and SimA."""
+    header = ["B, N, H, D", "dtype", "", "fastest softmax", "us", "SimA", "goal", "against softmax"]
+    found: dict[tuple, list[GpuRow]] = {}
+    for row in rows:
+        if row.dtype != "bfloat16":
+            found.setdefault((row.shape, row.dtype, row.direction), []).append(row)
+    lines = []
+    for (shape, dtype, direction), methods in found.items():
+        sima = next(row for row in methods if row.method == "sima")
+        softmax = min((row for row in methods if row.method != "sima"), key=lambda row: row.p50_us)
+        names = [", ".join(map(str, shape)), dtype, direction, softmax.method]
+        lines.append([*names, _us(softmax.p50_us), _us(sima.p50_us), _us(sima.goal_us), _times(sima)])
+    return TextTable(header, lines, bold=set())
 
 
 def gpu_summary(rows: Sequence[GpuRow]) -> TextTable:
@@ -122,8 +132,8 @@ def gpu_summary(rows: Sequence[GpuRow]) -> TextTable:
 
     times: dict[tuple[int, int, int, int], dict[tuple[str, str], GpuRow]] = {}
     for row in rows:
-        if not row.compiled:
-            times.setdefault((row.B, row.N, row.H, row.D), {})[row.method, row.direction] = row
+        if not row.compiled and row.dtype == "bfloat16":
+            times.setdefault(row.shape, {})[row.method, row.direction] = row
     header = ["B, N, H, D", "flash", "cuDNN", "paper's code", "SimA", "speed"]
     header += ["training: flash", "cuDNN", "SimA", "speed"]
     lines = []
@@ -145,25 +155,99 @@ def gpu_summary(rows: Sequence[GpuRow]) -> TextTable:
 
 
 def model_table(rows: Sequence[ModelSpeedRow]) -> TextTable:
-    """Images a second of each model and its SimA twin, as CUDA graphs; `called` is the speed without them."""
-    header = ["model", "px, batch", "", "twin", "SimA", "speed", "goal", "called", "twin, MiB", "SimA, MiB"]
-    lines = []
-    for twin, sima in zip(rows[::2], rows[1::2], strict=True):  # they are written in pairs
-        lines.append(
-            [
-                twin.model,
-                f"{sima.pixels}, {sima.batch}",
-                sima.direction,
-                f"{twin.images_per_second:,.0f}",
-                f"{sima.images_per_second:,.0f}",
-                f"{sima.speedup:.2f}x",
-                f"{sima.goal:.2f}x" if sima.goal else "-",
-                f"{sima.called_speedup:.2f}x",
-                f"{twin.peak_mib:,.0f}",
-                f"{sima.peak_mib:,.0f}",
-            ]
-        )
+    """Images per second and memory of each model and its SimA twin, compiled, as CUDA graphs."""
+    from sima_attn.bench.model import GRAPH
+
+    header = ["model", "px, batch", "", "twin", "SimA", "ratio", "target", "twin, MiB", "SimA, MiB"]
+    lines = [
+        [
+            twin.model,
+            f"{sima.pixels}, {sima.batch}",
+            sima.direction,
+            f"{twin.images_per_second:,.0f}",
+            f"{sima.images_per_second:,.0f}",
+            f"{sima.speedup:.2f}x",
+            f"{sima.target:.2f}x" if sima.target else "-",
+            f"{twin.peak_mib:,.0f}",
+            f"{sima.peak_mib:,.0f}",
+        ]
+        for twin, sima in _pairs(rows)
+        if sima.mode == GRAPH
+    ]
     return TextTable(header, lines, bold=set())
+
+
+def step_table(rows: Sequence[ModelSpeedRow]) -> TextTable:
+    """Milliseconds per step called from Python, of a softmax model and its SimA twin."""
+    from sima_attn.bench.model import GRAPH
+
+    header = ["mode", "", "px, batch", "softmax, ms", "SimA, ms", "ratio", "target"]
+    lines = [
+        [
+            sima.mode,
+            sima.direction,
+            f"{sima.pixels}, {sima.batch}",
+            f"{twin.p50_ms:.2f}",
+            f"{sima.p50_ms:.2f}",
+            f"{sima.speedup:.2f}x",
+            f"{sima.target:.2f}x" if sima.target else "-",
+        ]
+        for twin, sima in _pairs(rows)
+        if sima.mode != GRAPH and twin.attention == "softmax"
+    ]
+    return TextTable(header, lines, bold=set())
+
+
+def call_overhead_table(rows: Sequence[CallOverheadRow]) -> TextTable:
+    """Microseconds of CPU time per call, softmax attention and SimA, with and without the views of a module."""
+    header = ["B, N, H, D", "", "form", "softmax, us", "SimA, us", "ratio"]
+    lines = [
+        [
+            f"{sima.B}, {sima.N}, {sima.H}, {sima.D}",
+            sima.direction,
+            sima.form,
+            f"{softmax.p50_us:.1f}",
+            f"{sima.p50_us:.1f}",
+            f"{sima.speedup:.2f}x",
+        ]
+        for softmax, sima in _pairs(rows)
+    ]
+    return TextTable(header, lines, bold=set())
+
+
+def targets_table(models: Sequence[ModelSpeedRow], calls: Sequence[CallOverheadRow] = ()) -> TextTable:
+    """Everything that has a target: both times, the ratio softmax / SimA, the target, and whether it is met."""
+    header = ["what", "softmax", "SimA", "ratio", "target", "result"]
+    lines = [
+        [
+            f"call overhead, {sima.direction}, {sima.B} x {sima.N}",
+            f"{softmax.p50_us:.1f} us",
+            f"{sima.p50_us:.1f} us",
+            *_verdict(sima.speedup, sima.target),
+        ]
+        for softmax, sima in _pairs(calls)
+        if sima.target
+    ]
+    lines += [
+        [
+            f"{sima.mode}, {sima.direction}, {sima.pixels} px, batch {sima.batch}",
+            f"{softmax.p50_ms:.2f} ms",
+            f"{sima.p50_ms:.2f} ms",
+            *_verdict(sima.speedup, sima.target),
+        ]
+        for softmax, sima in _pairs(models)
+        if sima.target
+    ]
+    return TextTable(header, lines, bold=set())
+
+
+def _verdict(ratio: float, target: float) -> list[str]:
+    return [f"{ratio:.3f}", f">= {target:.2f}", "met" if ratio >= target else "missed"]
+
+
+def _pairs(rows: Sequence[PairedRow]) -> Iterator[tuple[PairedRow, PairedRow]]:
+    """Each twin with its SimA row: they are written in pairs."""
+    return zip(rows[::2], rows[1::2], strict=True)
 
 
 def _us(microseconds: float) -> str:

@@ -1,0 +1,17 @@
+"""Which cases of a benchmark to measure."""
+
+from collections.abc import Callable, Collection
+from typing import TypeVar
+
+Case = TypeVar("Case")
+
+
+def select(
+    cases: list[Case], what: str, wanted: Collection[object] | None, value_of: Callable[[Case], object]
+) -> list[Case]:
+    """The cases whose value is wanted, or all where `wanted` is empty or None; an error names the value by `what`."""
+    known = list(dict.fromkeys(value_of(case) for case in cases))
+    for value in wanted or ():
+        if value not in known:
+            raise ValueError(f"no selected case has the {what} {value!r}; choose from: {', '.join(map(str, known))}")
+    return [case for case in cases if not wanted or value_of(case) in wanted]
