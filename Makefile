@@ -1,5 +1,6 @@
 # Two commands for a newcomer: `make demo` and `make test`. Each sets up all it needs by itself.
-.PHONY: help demo serve browser test lint format docs bench-cpu clean
+BENCHES := $(addprefix bench-,cpu gpu call-overhead model edge paper-edge paper-gpu detect-cpu detect-cuda dino knn serve)
+.PHONY: help demo serve browser test lint format docs tables clean $(BENCHES)
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
@@ -35,8 +36,25 @@ docs: $(READY) ## the documentation as web pages -> site/index.html, every link 
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
 	@echo "site/index.html; to search in it, serve it: .venv/bin/python -m http.server --directory site"
 
-bench-cpu: $(READY) ## CPU speed against softmax -> benchmarks/results/cpu.csv (about 3 minutes)
-	.venv/bin/sima bench cpu
+tables: $(READY) ## write the tables of README and docs from the rows in benchmarks/results
+	.venv/bin/pytest -n0 --update-tables tests/test_docs.py::test_the_tables_of_the_pages_are_the_rows
+
+# Benchmarks whose rows and figures are committed. `sima bench` by itself writes to runs/bench/.
+RESULTS := benchmarks/results
+bench-cpu: BENCH = cpu --out $(RESULTS)/cpu.csv ## CPU speed against softmax -> benchmarks/results/ (about 5 minutes)
+bench-gpu: BENCH = gpu --out $(RESULTS)/gpu.csv --figure docs/images/gpu.png
+bench-call-overhead: BENCH = call-overhead --out $(RESULTS)/call_overhead.csv
+bench-model: BENCH = model --out $(RESULTS)/model.csv
+bench-edge: BENCH = edge --out $(RESULTS)/edge.csv --figure docs/images/edge.png
+bench-paper-edge: BENCH = paper-edge --out $(RESULTS)/paper_edge.csv
+bench-paper-gpu: BENCH = paper-gpu --out $(RESULTS)/paper_gpu.csv
+bench-detect-cpu: BENCH = detect --device cpu --out $(RESULTS)/detect_cpu.csv
+bench-detect-cuda: BENCH = detect --device cuda --out $(RESULTS)/detect_cuda.csv
+bench-dino: BENCH = dino --out $(RESULTS)/dino_step.csv
+bench-knn: BENCH = knn --out $(RESULTS)/knn_speed.csv
+bench-serve: BENCH = serve --out $(RESULTS)/serve.csv
+$(BENCHES): $(READY)
+	.venv/bin/sima bench $(BENCH)
 
 clean: ## remove the environment and everything runs have left
 	rm -rf .venv .tools runs .pytest_cache .ruff_cache .mypy_cache .hypothesis

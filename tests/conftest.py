@@ -1,4 +1,6 @@
+import itertools
 import os
+import random
 
 import hypothesis
 import pytest
@@ -14,6 +16,40 @@ hypothesis.settings.load_profile("fixed")
 torch.set_num_threads(1)
 
 
+# What a terminal or a CI service sets and rich, typer or translated messages would follow.
+OF_THE_MACHINE = "FORCE_COLOR NO_COLOR PY_COLORS TTY_COMPATIBLE TERMINAL_WIDTH GITHUB_ACTIONS LANGUAGE".split()
+TERMINAL = {"COLUMNS": "1000", "LINES": "50", "TERM": "dumb", "LC_ALL": "C.UTF-8"}
+
+
+def pytest_addoption(parser):
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run files, and the tests in each, in random order")
+    parser.addoption("--update-tables", action="store_true", help="write the tables of the docs from their rows")
+
+
+@pytest.hookimpl(trylast=True)  # after pytest has made its own terminal
+def pytest_configure(config):
+    """Give every test, and every command that a test starts, one terminal: no message wraps, none is colored."""
+    if config.pluginmanager.has_plugin("terminalreporter"):
+        writer = config.get_terminal_writer()
+        writer.fullwidth = writer.fullwidth  # pytest's own report keeps the width of the real terminal
+    for name in OF_THE_MACHINE:
+        os.environ.pop(name, None)
+    os.environ.update(TERMINAL)
+
+
+def pytest_collection_modifyitems(config, items):
+    seed = config.getoption("shuffle")
+    if seed is None:
+        return
+    rng = random.Random(seed)
+    # File by file: what a file sets up for its tests is set up once.
+    files = [list(tests) for _, tests in itertools.groupby(items, key=lambda item: item.path)]
+    rng.shuffle(files)
+    for tests in files:
+        rng.shuffle(tests)
+    items[:] = itertools.chain.from_iterable(files)
+
+
 @pytest.fixture(autouse=True)
 def fixed_seed():
     torch.manual_seed(0)
@@ -26,10 +62,12 @@ def two_threads():
     torch.set_num_threads(1)
 
 
-def pytest_terminal_summary(terminalreporter):
-    """What the log of a run on a GPU must say, however quiet it is."""
+def pytest_terminal_summary(terminalreporter, config):
+    """What the log must say, however quiet it is: the order of the tests, and on a GPU which one it was."""
     import datetime
 
+    if config.getoption("shuffle") is not None:
+        terminalreporter.write_line(f"in the random order of --shuffle={config.getoption('shuffle')}")
     if torch.cuda.is_available():
         today = datetime.date.today().isoformat()
         terminalreporter.write_line(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {today}")

@@ -1,5 +1,6 @@
 """The command line as a user types it."""
 
+import ast
 import json
 import re
 import subprocess
@@ -20,6 +21,7 @@ from sima_attn.bench.figures import check_can_plot
 from sima_attn.cli import doctor
 from sima_attn.ops import api
 
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 runner = CliRunner()
 
 
@@ -86,7 +88,55 @@ def test_demo_takes_no_seconds_where_they_mean_nothing(tmp_path):
 
 
 def test_bench_table_prints_the_committed_rows():
-    assert sima("bench", "table", "--threads", "1").startswith("| B, H, N, D | order |")
+    assert sima("bench", "table", str(RESULTS / "cpu.csv"), "--threads", "1").startswith("| B, H, N, D | order |")
+
+
+def commands(group=None, name="sima"):
+    """(name, command) of each command, those of groups included."""
+    for part, command in (group or typer.main.get_command(cli.app)).commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, f"{name} {part}")
+        else:
+            yield f"{name} {part}", command
+
+
+def test_nothing_is_written_outside_runs_unless_it_is_asked_for():
+    defaults = {
+        f"{name} {parameter.name}": parameter.default
+        for name, command in commands()
+        for parameter in command.params
+        if isinstance(parameter.default, Path)
+    }
+    assert len(defaults) > 10
+    assert {key: path for key, path in defaults.items() if path.parts[0] != "runs"} == {}
+
+
+def test_no_path_of_the_clone_is_built_into_the_package():
+    """An installed package would create these folders wherever it runs, and in a clone overwrite what is committed."""
+    found = [
+        (path.name, node.value)
+        for path in Path(cli.__file__).parents[1].rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and re.match(r"(benchmarks|docs)(/\S*)?$", str(node.value))
+    ]
+    assert found == []
+
+
+def test_a_benchmark_writes_to_runs_bench_and_nowhere_else(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sima("bench", "knn", "--bank", "2000", "--dim", "16", "--queries", "100", "--device", "cpu")
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")] == ["runs/bench/knn_speed.csv"]
+
+
+def test_make_writes_the_committed_rows_of_every_benchmark():
+    makefile = (RESULTS.parents[1] / "Makefile").read_text()
+    targets = re.findall(r"^(bench-[a-z-]+): BENCH = ([a-z-]+) .*--out \$\(RESULTS\)/(\w+\.csv)", makefile, re.M)
+    assert {command for _, command, _ in targets} == {
+        name.split()[-1] for name, _ in commands() if name.startswith("sima bench ") and not name.endswith(" table")
+    }
+    assert [file for _, _, file in targets if not (RESULTS / file).is_file()] == []
+    benches = re.search(r"addprefix bench-,(.*)\)", makefile)[1].split()
+    assert [f"bench-{name}" for name in benches] == [target for target, _, _ in targets]
 
 
 @pytest.mark.parametrize(
@@ -96,8 +146,9 @@ def test_bench_table_prints_the_committed_rows():
         (("cpu", "--out", "."), "'.' is a directory"),
         (("edge", "--threads", "1", "--threads", "0"), "greater than or equal to 1"),
         (("edge", "--model", "xcit_mini", "--size", "64", "--size", "2"), "xcit_mini takes images of 4 px or more"),
-        (("model", "--model", "deit", "--model", "cvt"), "unknown model 'cvt'; known: deit, xcit"),
-        (("model", "--pixels", "224", "--pixels", "100"), "unknown size 100; known: 224, 512"),
+        (("model", "--model", "deit", "--model", "cvt"), "the model 'cvt'; choose from: deit, xcit"),
+        (("model", "--pixels", "224", "--pixels", "100"), "the image side 100; choose from: 224, 512"),
+        (("gpu", "--shape", "1,2,3"), "the shape '1,2,3'; choose from: 256,196,6,64"),
         (("knn", "--bank", "0"), "greater than or equal to 1"),
     ],
 )
@@ -121,6 +172,20 @@ def test_an_error_of_the_user_is_one_line_without_a_traceback(tmp_path):
     assert "error:" in done.stderr
     assert "none.csv" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("started", ["in this process", "in its own"])
+def test_no_message_wraps_however_long_a_path_is(tmp_path, started):
+    """The terminal that conftest.py gives to all tests; without it they would depend on the machine's."""
+    folder = tmp_path / "long" / ("er" * 100)
+    folder.mkdir(parents=True)
+    arguments = ["bench", "cpu", "--out", str(folder)]
+    if started == "in this process":
+        output = sima(*arguments, code=2)
+    else:
+        command = [sys.executable, "-m", "sima_attn.cli", *arguments]
+        output = subprocess.run(command, capture_output=True, text=True).stderr
+    assert f"'{folder}' is a directory" in output
 
 
 def test_a_missing_matplotlib_is_named_before_the_run(monkeypatch):
@@ -174,15 +239,15 @@ def test_doctor_in_json_holds_what_a_bug_report_needs(monkeypatch):
     ("wrong", "said"), [(lambda o: o * 1.001, "off by"), (lambda o: o * float("nan"), "numbers that are not finite")]
 )
 def test_a_backend_that_computes_something_else_is_found(monkeypatch, wrong, said):
-    right = api.BACKENDS["eager"]
-    monkeypatch.setitem(api.BACKENDS, "eager", lambda *args, **options: wrong(right(*args, **options)))
+    right = api.sima_eager
+    monkeypatch.setattr(api, "sima_eager", lambda *args, **options: wrong(right(*args, **options)))
     assert f"eager on cpu, float32: {said}" in sima("doctor", code=1)
     assert json.loads(sima("doctor", "--json", code=1))["problems"]
 
 
 def test_a_backend_with_wrong_gradients_is_found(monkeypatch):
-    right = api.BACKENDS["eager"]
-    monkeypatch.setitem(api.BACKENDS, "eager", lambda q, k, v, **options: right(q.detach() + 0 * q, k, v, **options))
+    right = api.sima_eager
+    monkeypatch.setattr(api, "sima_eager", lambda q, k, v, **options: right(q.detach() + 0 * q, k, v, **options))
     assert "eager on cpu, float32: off by" in sima("doctor", code=1)
 
 
@@ -190,7 +255,7 @@ def test_a_backend_that_crashes_is_found_and_its_message_does_not_tell_where_hom
     def broken(*args, **options):
         raise RuntimeError(f"no compiler in {Path.home() / 'bin'}\nand more")
 
-    monkeypatch.setitem(api.BACKENDS, "eager", broken)
+    monkeypatch.setattr(api, "sima_eager", broken)
     output = sima("doctor", "--json", code=1)
     problems = json.loads(output)["problems"]
     assert f"eager on cpu, float32: RuntimeError: no compiler in {Path('~/bin')}" in problems
@@ -235,14 +300,12 @@ def test_the_doctor_names_weights_that_cannot_be_read(monkeypatch, tmp_path):
 
 
 def test_the_doctor_shows_a_gpu_and_what_runs_there(capsys):
-    gpu = doctor.Gpu("NVIDIA H200", "9.0", 139.8, "fused", "from the table")
+    gpu = doctor.Gpu("NVIDIA H200", "9.0", 139.8, "fused")
     checks = [doctor.Check("cuda:0", "triton", "bfloat16", 4e-3, 5e-3, 3e-2, "ok")]
     cpu = {"name": "a processor", "cores": 2, "threads": 2}
     doctor.show(doctor.Findings("0", "3.11", "Linux", cpu, "one device", [gpu], [], checks, {"sima_x": "9 MB"}))
     output = capsys.readouterr().out
-    assert [
-        word for word in ("H200", "140", "fused", "from the table", "4e-03", "Weights: sima_x") if word not in output
-    ] == []
+    assert [word for word in ("H200", "140", "fused", "4e-03", "Weights: sima_x") if word not in output] == []
 
 
 def test_the_doctor_asks_for_full_float32_and_leaves_the_setting_as_it_was():

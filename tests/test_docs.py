@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -161,6 +162,7 @@ def test_every_benchmark_is_on_the_page_of_benchmarks():
 
 def tables_of_rows() -> list[tuple[str, str, str]]:
     """(page, file of rows, the table that the page has of them)."""
+    from sima_attn.bench.call_overhead import CallOverheadRow
     from sima_attn.bench.cpu import CpuRow
     from sima_attn.bench.demo import COUNTED_TOKENS, DemoRow, TwinRow, twins_table
     from sima_attn.bench.detect import DetectSpeedRow, detect_table
@@ -171,7 +173,16 @@ def tables_of_rows() -> list[tuple[str, str, str]]:
     from sima_attn.bench.model import ModelSpeedRow
     from sima_attn.bench.paper_edge import PaperEdgeRow, PaperGpuRow, paper_edge_table, paper_gpu_table
     from sima_attn.bench.rows import read_rows
-    from sima_attn.bench.tables import called_table, cpu_table, demo_table, gpu_summary, gpu_table, model_table
+    from sima_attn.bench.tables import (
+        call_overhead_table,
+        cpu_table,
+        demo_table,
+        gpu_summary,
+        gpu_table,
+        model_table,
+        step_table,
+        targets_table,
+    )
     from sima_attn.export.table_1 import ModelRow, table_1
     from sima_attn.train.dino_miniature import DinoCurveRow, DinoResultRow
     from sima_attn.train.dino_miniature_report import dino_curve_table, dino_table
@@ -182,9 +193,11 @@ def tables_of_rows() -> list[tuple[str, str, str]]:
         return read_rows(RESULTS / name, kind)
 
     cpu, gpu, paper = rows("cpu.csv", CpuRow), rows("gpu.csv", GpuRow), rows("paper_edge.csv", PaperEdgeRow)
+    calls, models = rows("call_overhead.csv", CallOverheadRow), rows("model.csv", ModelSpeedRow)
     tables = [
-        ("docs/benchmarks.md", "cpu.csv", cpu_table(cpu, 1)),
-        ("docs/cpu-speed.md", "cpu.csv", cpu_table(cpu, 2)),
+        ("docs/benchmarks.md", "cpu.csv", cpu_table(cpu, 1, FORWARD)),
+        ("docs/cpu-speed.md", "cpu.csv", cpu_table(cpu, 2, FORWARD)),
+        *(("docs/cpu-speed.md", "cpu.csv", cpu_table(cpu, threads, TRAINING)) for threads in (1, 2)),
         ("docs/benchmarks.md", "demo.csv", demo_table(rows("demo.csv", DemoRow), COUNTED_TOKENS)),
         ("docs/benchmarks.md", "demo_twins.csv", twins_table(rows("demo_twins.csv", TwinRow))),
         ("docs/benchmarks.md", "table_1.csv", table_1(rows("table_1.csv", ModelRow))),
@@ -196,8 +209,10 @@ def tables_of_rows() -> list[tuple[str, str, str]]:
         ("README.md", "gpu.csv", gpu_summary(gpu)),
         ("docs/gpu.md", "gpu.csv", gpu_table(gpu, FORWARD)),
         ("docs/gpu.md", "gpu.csv", gpu_table(gpu, TRAINING)),
-        ("docs/gpu.md", "gpu.csv", called_table(gpu)),
-        ("docs/gpu.md", "model.csv", model_table(rows("model.csv", ModelSpeedRow))),
+        ("docs/gpu.md", "call_overhead.csv", call_overhead_table(calls)),
+        ("docs/gpu.md", "model.csv", model_table(models)),
+        ("docs/gpu.md", "model.csv", step_table(models)),
+        ("docs/gpu.md", "model.csv and call_overhead.csv", targets_table(models, calls)),
         ("docs/miniature.md", "miniature.csv", results_table(rows("miniature.csv", ResultRow))),
         ("docs/miniature.md", "miniature_sizes.csv", sizes_table(rows("miniature_sizes.csv", SizeRow))),
         ("docs/self-supervised.md", "dino.csv", dino_table(rows("dino.csv", DinoResultRow))),
@@ -208,9 +223,42 @@ def tables_of_rows() -> list[tuple[str, str, str]]:
     return [(page, name, table.markdown()) for page, name, table in tables]
 
 
-def test_the_tables_of_the_pages_are_the_rows():
+def replace_table(text: str, table: str, position: int) -> str:
+    """The text of a page with `table` in the place of its table number `position` that has the same header."""
+    header = "\n".join(table.splitlines()[:2])
+    found = list(re.finditer(rf"^{re.escape(header)}$(?:\n\|.*$)*", text, re.MULTILINE))
+    if position >= len(found):
+        raise ValueError(
+            f"the page has {len(found)} tables with the header\n{header}\nwrite it where the table belongs"
+        )
+    old = found[position]
+    return text[: old.start()] + table + text[old.end() :]
+
+
+def test_the_tables_of_the_pages_are_the_rows(request):
+    """`make tables` runs this with --update-tables: then it writes the tables instead of comparing them."""
+    seen: Counter = Counter()  # tables of one page with the same header stand in the order of the list
     for page, name, table in tables_of_rows():
-        assert table in (REPOSITORY / page).read_text(), f"{page} has another table of {name} than\n{table}"
+        path, which = REPOSITORY / page, (page, table.splitlines()[0])
+        text = path.read_text()
+        updated = replace_table(text, table, seen[which])
+        seen[which] += 1
+        if request.config.getoption("--update-tables"):
+            path.write_text(updated)
+        else:
+            assert text == updated, f"{page} has another table of {name} than the one below; run `make tables`\n{table}"
+
+
+def test_a_table_is_replaced_in_its_place():
+    page = "# A\n\n| a |\n| --- |\n| 1 |\n\n| a | b |\n| --- | --- |\n\nText\n\n| a |\n| --- |\n| 2 |\n"
+    longer = "| a |\n| --- |\n| 8 |\n| 9 |"
+    assert replace_table(page, longer, 0) == page.replace("| 1 |", "| 8 |\n| 9 |")
+    assert replace_table(page, longer, 1) == page.replace("| 2 |", "| 8 |\n| 9 |")
+    assert replace_table(page, "| a | b |\n| --- | --- |\n| 3 | 4 |", 0) == page.replace(
+        "| --- | --- |", "| --- | --- |\n| 3 | 4 |"
+    )
+    with pytest.raises(ValueError, match=r"the page has 2 tables with the header\n\| a \|"):
+        replace_table(page, longer, 2)
 
 
 def test_every_public_name_is_in_the_reference_and_exists():

@@ -1,5 +1,6 @@
 """What several commands use to speak to the user."""
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,8 +14,11 @@ from rich.table import Table
 if TYPE_CHECKING:
     from sima_attn.bench.tables import TextTable
 
-# A table needs its width even where the output is not a terminal.
-console = Console() if Console().is_terminal else Console(width=120)
+# A table needs its width even where the output is not a terminal. COLUMNS says another one, as it does for rich.
+console = Console() if Console().is_terminal or "COLUMNS" in os.environ else Console(width=120)
+
+# Where benchmarks write unless they are told where. The rows and figures that are committed are written by `make`.
+BENCH_FOLDER = Path("runs/bench")
 
 # Checked before anything is measured: what was measured until then would be lost.
 RowsFile = Annotated[Path, typer.Option(help="CSV file for the rows.", dir_okay=False)]

@@ -5,15 +5,24 @@ from typing import Annotated
 
 import typer
 
-from sima_attn.cli._shared import FigureFile, RowsFile, Seconds, Threads, console, print_table, progress_bar
+from sima_attn.cli._shared import (
+    BENCH_FOLDER,
+    FigureFile,
+    RowsFile,
+    Seconds,
+    Threads,
+    console,
+    print_table,
+    progress_bar,
+)
 
 app = typer.Typer()
 
 
 @app.command("edge")
 def bench_edge_command(
-    out: RowsFile = Path("benchmarks/results/edge.csv"),
-    figure: FigureFile = Path("docs/images/edge.png"),
+    out: RowsFile = BENCH_FOLDER / "edge.csv",
+    figure: FigureFile = BENCH_FOLDER / "edge.png",
     files: Annotated[Path, typer.Option(help="Folder for the .onnx files, kept for the next run.")] = Path("runs/edge"),
     model: Annotated[
         list[str] | None,
@@ -63,12 +72,12 @@ def bench_edge_command(
         title = f"One image, {count} thread{'s' * (count > 1)}, {rows[0].device}"
         print_table(edge_table(rows, count), title)
     console.print("speed: against the fp32 twin in the same runtime; exp: exp-like nodes in the file", highlight=False)
-    console.print(f"Rows:   {out}\nFigure: {figure}", highlight=False)
+    console.print(f"Rows:   {out}\nFigure: {figure}", highlight=False, soft_wrap=True)
 
 
 @app.command("paper-edge")
 def bench_paper_edge_command(
-    out: RowsFile = Path("benchmarks/results/paper_edge.csv"),
+    out: RowsFile = BENCH_FOLDER / "paper_edge.csv",
     runs: Annotated[int, typer.Option(help="Runs of every attention.", min=1)] = 1000,
     threads: Annotated[int, typer.Option(help="Threads.", min=1)] = 1,
 ) -> None:
@@ -90,12 +99,12 @@ def bench_paper_edge_command(
         "speed: against vanilla here; ours: norms folded, order free; paper: milliseconds of its Table 3",
         highlight=False,
     )
-    console.print(f"Rows: {out}", highlight=False)
+    console.print(f"Rows: {out}", highlight=False, soft_wrap=True)
 
 
 @app.command("paper-gpu")
 def bench_paper_gpu_command(
-    out: RowsFile = Path("benchmarks/results/paper_gpu.csv"),
+    out: RowsFile = BENCH_FOLDER / "paper_gpu.csv",
     seconds: Seconds = 1.0,
 ) -> None:
     """Figure A1 of the paper on a CUDA device: sweeps over resolution and width, order pinned, batch 8."""
@@ -112,4 +121,4 @@ def bench_paper_gpu_command(
             write_rows(out, rows)
             progress.update(task, advance=1, description=f"{measured[0].sweep} {measured[0].grows}")
     print_table(paper_gpu_table(rows), title=f"Figure A1, {rows[0].device}, float32, batch {rows[0].B}")
-    console.print(f"Rows: {out}", highlight=False)
+    console.print(f"Rows: {out}", highlight=False, soft_wrap=True)

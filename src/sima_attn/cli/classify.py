@@ -11,7 +11,6 @@ from rich.markup import escape
 from sima_attn._devices import resolve_device
 from sima_attn._images import find_photos, open_photos
 from sima_attn.cli._shared import console, teller
-from sima_attn.cli.train import check_installed
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -35,7 +34,6 @@ def classify_command(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "cpu",
 ) -> None:
     """What is in a photo: the most likely classes. A photo that cannot be read is named and left out."""
-    check_installed()
     device = resolve_device(device)
     files = find_photos(photos)
     subject = trained_subject(model, device=device)
@@ -100,7 +98,6 @@ def ship_command(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "cpu",
 ) -> None:
     """Put the weights of a run into the package, in half precision: `pretrained=True` finds them there."""
-    check_installed()
     from rich.console import Console
 
     from sima_attn.models.pretrained import Card, check_same_model, in_half, save_shipped

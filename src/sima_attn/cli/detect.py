@@ -9,7 +9,7 @@ import typer
 from sima_attn._devices import resolve_device
 from sima_attn._images import find_photos
 from sima_attn.cli import bench
-from sima_attn.cli._shared import Pixels, Seconds, console, print_table, progress_bar, teller
+from sima_attn.cli._shared import BENCH_FOLDER, Pixels, Seconds, console, print_table, progress_bar, teller
 from sima_attn.cli.train import check_installed, resolved, say_finished
 
 app = typer.Typer(help="Boxes and instance masks: Mask R-CNN, COCO's format.", no_args_is_help=True)
@@ -18,8 +18,7 @@ Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 
 
 def check_ready() -> None:
-    """Say what is missing before anything else is done."""
-    check_installed()
+    """Raise unless what detection needs is installed."""
     if find_spec("pycocotools") is None:
         raise ValueError("this needs pycocotools, not installed here: pip install 'sima-attn[detection]'")
 
@@ -43,6 +42,7 @@ def train_command(
     precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; without it the recipe's.")] = None,
 ) -> None:
     """Train a detector by a recipe. Under torchrun, on all its processes; after a crash, add --resume."""
+    check_installed()
     check_ready()
     from sima_attn.detect.recipes import DetectRecipe, named_recipe
 
@@ -154,7 +154,7 @@ def recipes_command() -> None:
 def bench_detect_command(
     out: Annotated[
         Path | None,
-        typer.Option(help="CSV file.", dir_okay=False, show_default="benchmarks/results/detect_DEVICE.csv"),
+        typer.Option(help="CSV file.", dir_okay=False, show_default=f"{BENCH_FOLDER}/detect_DEVICE.csv"),
     ] = None,
     pixels: Pixels = None,
     device: Device = "auto",
@@ -166,7 +166,7 @@ def bench_detect_command(
 
     device = resolve_device(device)
     rows = []
-    file = out or Path(f"benchmarks/results/detect_{device}.csv")
+    file = out or BENCH_FOLDER / f"detect_{device}.csv"
     with progress_bar() as progress:
         task = progress.add_task("starting", total=len(TWINS) * len(pixels or PIXELS.get(device, ())))
         for measured in bench_detect(device, pixels=pixels, seconds=seconds):
@@ -174,4 +174,4 @@ def bench_detect_command(
             write_rows(file, rows)
             progress.update(task, advance=1, description=f"{measured[-1].model} {measured[-1].pixels} px")
     print_table(detect_table(rows), f"one image, {rows[0].precision}, {rows[0].device}")
-    console.print(f"Rows: {file}", highlight=False)
+    console.print(f"Rows: {file}", highlight=False, soft_wrap=True)

@@ -67,7 +67,6 @@ class Gpu:
     capability: str
     memory_gib: float
     kernels: str
-    tiles: str
 
 
 @dataclass(frozen=True)
@@ -210,22 +209,16 @@ def cuda_summary() -> str:
 
 
 def describe_gpu(index: int) -> Gpu:
-    """A CUDA device: its size, whether the fused kernels run there, and where their tiles come from."""
+    """A CUDA device: its size, and whether the fused kernels run there."""
     import torch
 
     properties = torch.cuda.get_device_properties(index)
-    capability = (properties.major, properties.minor)
     reason = why_no_kernels(f"cuda:{index}")
-    if reason is None:
-        from sima_attn.ops.triton_tuning import TABLE_CAPABILITY
-
-        tiles = "from the table" if capability == TABLE_CAPABILITY else "searched on the first call of a size"
     return Gpu(
         name=properties.name,
         capability=f"{properties.major}.{properties.minor}",
         memory_gib=round(properties.total_memory / 2**30, 1),
         kernels="fused" if reason is None else f"plain torch: {reason}",
-        tiles=tiles if reason is None else "-",
     )
 
 
@@ -233,10 +226,10 @@ def why_no_kernels(device: str) -> str | None:
     """Why the fused kernels do not run on a device, or None where they do."""
     import torch
 
-    from sima_attn.ops.triton_op import why_not
+    from sima_attn.ops.triton_support import unsupported_reason
 
     try:
-        return why_not(*torch.zeros(3, 1, 1, 1, 16, device=device))
+        return unsupported_reason(*torch.zeros(3, 1, 1, 1, 16, device=device))
     except RuntimeError as error:  # such as a GPU without free memory
         return first_line(error)
 
@@ -253,7 +246,7 @@ def run_checks() -> list[Check]:
     torch.set_float32_matmul_precision("highest")  # a program that allows tf32 would find plain torch wrong
     try:
         for device in devices:
-            for backend in BACKENDS:
+            for backend in BACKENDS[1:]:  # all but "auto"
                 reason = why_no_kernels(device) if backend == "triton" else None
                 if reason is not None:
                     checks.append(Check(device, backend, "-", None, None, None, "not here", reason))
@@ -360,8 +353,8 @@ def show(findings: Findings) -> None:
     if findings.gpus:
         _print_table(
             "CUDA devices",
-            ["GPU", "capability", "GiB", "kernels", "tiles"],
-            [[g.name, g.capability, f"{g.memory_gib:.0f}", g.kernels, g.tiles] for g in findings.gpus],
+            ["GPU", "capability", "GiB", "kernels"],
+            [[g.name, g.capability, f"{g.memory_gib:.0f}", g.kernels] for g in findings.gpus],
         )
     _print_table("Packages", ["extra", "for", "here", "to get what is missing"], _by_extra(findings.packages))
     _print_table(

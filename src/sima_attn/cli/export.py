@@ -160,9 +160,6 @@ def load_model(
     if not timm.is_model(what):
         if checkpoint is not None or pretrained:
             raise ValueError(f"--checkpoint and --pretrained go with the name of a model, got {what}")
-        from sima_attn.cli.train import check_installed
-
-        check_installed()
         from sima_attn.train.evaluate import load_trained
 
         module, data, classes = load_trained(what)

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sima_attn._devices import resolve_device
-from sima_attn._files import written_whole
+from sima_attn._files import atomic_write
 from sima_attn.cli._shared import console, print_table, progress_bar
 from sima_attn.cli.train import check_installed
+from sima_attn.train.stopping import RunInterrupted
 
 if TYPE_CHECKING:
     from sima_attn.train.dino_miniature import DinoResultRow
@@ -52,7 +53,7 @@ def miniature_command(
     follow(make, len(runs), jobs, lambda row: outcome(row.top1, row.status, row.seconds))
     results, sizes, curves = read_collected(out)
     tables = [results_table(results)] + ([sizes_table(sizes)] if sizes else [])
-    with written_whole(out / "tables.md") as temporary:
+    with atomic_write(out / "tables.md") as temporary:
         temporary.write_text("\n\n".join(table.markdown() for table in tables) + "\n")
     plot_miniature(results, curves, out / "miniature.png")
     print_table(tables[0], title="Here, and in the paper (ImageNet)")
@@ -63,6 +64,14 @@ def miniature_command(
 
 def follow(make: Callable[..., Any], count: int, jobs: int, outcome: Callable[[Any], str]) -> None:
     """Make the runs of a grid and say what became of each; alone, every run shows a bar of its own."""
+    try:
+        _follow(make, count, jobs, outcome)
+    except RunInterrupted:
+        console.print("Start the same command again to resume the grid.", highlight=False)
+        raise
+
+
+def _follow(make: Callable[..., Any], count: int, jobs: int, outcome: Callable[[Any], str]) -> None:
     if jobs == 1:
         numbers = itertools.count(1)
 
@@ -110,7 +119,7 @@ def dino_command(
     follow(make, len(runs), jobs, dino_outcome)
     results, curves = read_collected_dino(out)
     table = dino_table(results)
-    with written_whole(out / "tables.md") as temporary:
+    with atomic_write(out / "tables.md") as temporary:
         tables = [table, *(dino_curve_table(curves, length) for length in sorted({row.epochs for row in curves}))]
         temporary.write_text("\n\n".join(t.markdown() for t in tables) + "\n")
     plot_dino(results, curves, out / "dino.png")

@@ -101,7 +101,6 @@ def knn_command(
     device: DeviceOption = "auto",
 ) -> None:
     """k-NN accuracy of frozen features: the val images among the training images."""
-    check_installed()
     from sima_attn._errors import unknown_name
     from sima_attn.bench.figures import check_can_plot
     from sima_attn.bench.rows import write_rows
@@ -177,7 +176,6 @@ def linear_command(
     device: DeviceOption = "auto",
 ) -> None:
     """Accuracy of a linear classifier on frozen features, trained by SGD as in the paper."""
-    check_installed()
     from dataclasses import replace
 
     from sima_attn._errors import unknown_name
