@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 import triton
 
-from sima_attn.bench.cuda_timing import time_graphs
 from sima_attn.ops import api, sima_attention_qkv, triton_launch
 from sima_attn.ops.triton_tiles import Tile, choose_tile
+from sima_attn.report.cuda_timing import time_graphs
 
 SHAPES = {
     "forward_head": ["256,196,6,64", "256,196,8,48", "32,196,6,64", "1,196,6,64", "256,64,3,64", "256,128,6,64",

@@ -10,22 +10,22 @@ import pytest
 import sima_attn
 
 SOURCE = Path(sima_attn.__file__).parent
-LAYERS = {"ops": 0, "nn": 1, "models": 2, "conversion": 2}
-LAYERS |= dict.fromkeys(("detect", "train", "explain", "export", "bench"), 3)
-TOP = 4  # serve, cli
+# Lowest first. A package may import those before it, so two packages cannot import each other.
+PACKAGES = (
+    "ops nn models conversion report data audit train probe dino detect explain export reproduce bench serve cli"
+).split()
 FILES = sorted(SOURCE.rglob("*.py"))
 
 
-def layer(module: str) -> int:
+def package(module: str) -> str | None:
+    """The package of a module; None for sima_attn itself and its private modules, which all may import."""
     parts = module.split(".")
-    if len(parts) < 2 or parts[1].startswith("_"):
-        return -1  # the package itself and its private helpers may be imported from everywhere
-    return LAYERS.get(parts[1], TOP)
+    return None if parts[0] != "sima_attn" or len(parts) < 2 or parts[1].startswith("_") else parts[1]
 
 
-def imports(path: Path) -> set[str]:
+def imports(code: Path | ast.Module) -> set[str]:
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(code.read_text()) if isinstance(code, Path) else code):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -37,16 +37,26 @@ def name_of(path: Path) -> str:
     return ".".join(("sima_attn", *path.relative_to(SOURCE).with_suffix("").parts))
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_every_package_has_a_place_in_the_order():
+    assert {path.parent.name for path in SOURCE.glob("*/__init__.py")} == set(PACKAGES)
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.parent != SOURCE], ids=name_of)
 def test_imports_go_downward_only(path):
-    if path == SOURCE / "__init__.py":
-        return  # the public names, imported when they are used
-    mine = layer(name_of(path))
-    upward = {m for m in imports(path) if m.startswith("sima_attn") and layer(m) > max(mine, -1) and mine >= 0}
-    assert not upward
+    mine = package(name_of(path))
+    imported = {package(module) for module in imports(path)} - {None, mine}
+    assert not [name for name in imported if PACKAGES.index(name) > PACKAGES.index(mine)]
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if layer(name_of(p)) in (0, 1)], ids=name_of)
+@pytest.mark.parametrize("path", [p for p in SOURCE.glob("_*.py") if p.name != "__init__.py"], ids=name_of)
+def test_private_modules_import_no_package_at_import(path):
+    at_import = ast.Module(
+        [node for node in ast.parse(path.read_text()).body if not isinstance(node, ast.FunctionDef)], []
+    )
+    assert not {package(module) for module in imports(at_import)} - {None}
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if package(name_of(p)) in ("ops", "nn")], ids=name_of)
 def test_ops_and_nn_import_torch_alone(path):
     allowed = {"torch", "sima_attn"} | ({"triton"} if path.name.startswith("triton_") else set())
     assert not {m.split(".")[0] for m in imports(path)} - allowed - set(sys.stdlib_module_names)

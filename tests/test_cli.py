@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 from sima_attn import __version__, cli
 from sima_attn.bench import cpu, demo, edge, knn
-from sima_attn.bench.figures import check_can_plot
 from sima_attn.cli import doctor
 from sima_attn.ops import api
+from sima_attn.report.figures import check_can_plot
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 runner = CliRunner()

@@ -172,7 +172,6 @@ def tables_of_rows() -> list[tuple[str, str, str]]:
     from sima_attn.bench.knn import KnnSpeedRow, knn_speed_table
     from sima_attn.bench.model import ModelSpeedRow
     from sima_attn.bench.paper_edge import PaperEdgeRow, PaperGpuRow, paper_edge_table, paper_gpu_table
-    from sima_attn.bench.rows import read_rows
     from sima_attn.bench.tables import (
         call_overhead_table,
         cpu_table,
@@ -183,11 +182,12 @@ def tables_of_rows() -> list[tuple[str, str, str]]:
         step_table,
         targets_table,
     )
-    from sima_attn.export.table_1 import ModelRow, table_1
-    from sima_attn.train.dino_miniature import DinoCurveRow, DinoResultRow
-    from sima_attn.train.dino_miniature_report import dino_curve_table, dino_table
-    from sima_attn.train.miniature import ResultRow, SizeRow
-    from sima_attn.train.miniature_report import results_table, sizes_table
+    from sima_attn.report.rows import read_rows
+    from sima_attn.reproduce.dino import DinoCurveRow, DinoResultRow
+    from sima_attn.reproduce.dino_report import dino_curve_table, dino_table
+    from sima_attn.reproduce.miniature import ResultRow, SizeRow
+    from sima_attn.reproduce.miniature_report import results_table, sizes_table
+    from sima_attn.reproduce.table_1 import ModelRow, table_1
 
     def rows(name: str, kind: type) -> list:
         return read_rows(RESULTS / name, kind)

@@ -11,9 +11,9 @@ from sima_attn._timm_registration import register_with_timm
 from sima_attn._version import __version__
 
 if TYPE_CHECKING:
+    from sima_attn.audit import AuditReport, assert_exp_free, audit
     from sima_attn.conversion import ConversionReport, convert
     from sima_attn.explain import heatmap
-    from sima_attn.export import AuditReport, assert_exp_free, audit
     from sima_attn.export.onnx import export_onnx
     from sima_attn.export.quantize import quantize_onnx
     from sima_attn.models import load_official, save_official
@@ -60,7 +60,7 @@ _HOMES = {
     "sima_attn.explain": ("heatmap",),
     "sima_attn.export.onnx": ("export_onnx",),
     "sima_attn.export.quantize": ("quantize_onnx",),
-    "sima_attn.export": ("AuditReport", "assert_exp_free", "audit"),
+    "sima_attn.audit": ("AuditReport", "assert_exp_free", "audit"),
 }
 
 

@@ -10,9 +10,9 @@ import torch
 from sima_attn.bench import cpu, demo
 from sima_attn.bench.cpu import CASES, FORWARD, TRAINING, Case, CpuRow, bench_cpu
 from sima_attn.bench.figures import plot_time_against_tokens
-from sima_attn.bench.rows import read_rows
 from sima_attn.bench.tables import cpu_table
 from sima_attn.nn import ATTENTIONS
+from sima_attn.report.rows import read_rows
 
 REPOSITORY = Path(__file__).parents[2]
 SMALL = (Case(1, 2, 9, 4, goal=1.0, goal_training=2.0), Case(2, 2, 3, 4, goal=1.0, goal_training=2.0))

@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 from sima_attn import cli
 from sima_attn.bench import dino_step
 from sima_attn.bench.dino_step import DinoStepRow, bench_dino_step, dino_step_table
-from sima_attn.bench.rows import read_rows
+from sima_attn.report.rows import read_rows
 
 SMALL = ("model.kwargs.embed_dim=16", "model.kwargs.num_heads=2", "model.kwargs.depth=1", "run.precision=fp32")
 SMALLER = (*SMALL, "run.batch=700", "data.size=16", "model.kwargs.img_size=16", "crops.local_size=8")

@@ -21,12 +21,12 @@ from sima_attn.bench.paper_edge import (
     paper_edge_table,
     paper_gpu_table,
 )
-from sima_attn.bench.rows import read_rows, write_rows
 from sima_attn.cli import export
 from sima_attn.export import runtimes
 from sima_attn.export.quantize import FileRow, metadata_of
 from sima_attn.export.runtimes import installed_runtimes
 from sima_attn.models.pretrained import weights_file
+from sima_attn.report.rows import read_rows, write_rows
 
 needs_onnx = pytest.mark.skipif("onnxruntime" not in installed_runtimes(), reason="needs onnxruntime")
 TINY = {"depth": 1, "embed_dim": 48, "num_heads": 3, "num_classes": 5}

@@ -8,7 +8,6 @@ from typer.testing import CliRunner
 
 from sima_attn import cli
 from sima_attn.bench.call_overhead import MODULE, OPERATOR, CallOverheadRow, bench_call_overhead, create_calls
-from sima_attn.bench.cuda_timing import check_cuda, copy_bandwidth, time_calls, time_enqueuing, time_graphs
 from sima_attn.bench.figures import plot_gpu
 from sima_attn.bench.gpu import (
     CASES,
@@ -24,8 +23,9 @@ from sima_attn.bench.gpu import (
     select_cases,
 )
 from sima_attn.bench.model import COMPILE, EAGER, GRAPH, INFERENCE, REDUCE_OVERHEAD, TWINS, ModelCase, bench_models
-from sima_attn.bench.rows import read_rows, write_rows
 from sima_attn.bench.tables import call_overhead_table, dtype_table, gpu_summary, gpu_table, targets_table
+from sima_attn.report.cuda_timing import check_cuda, copy_bandwidth, time_calls, time_enqueuing, time_graphs
+from sima_attn.report.rows import read_rows, write_rows
 
 METHODS = [("flash", False), ("cudnn", False), ("sima", False)]
 MORE = [("sdpa", False), ("paper", False), ("paper", True), ("xca", False), ("elu", False)]

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from sima_attn import cli
 from sima_attn.bench import knn
 from sima_attn.bench.knn import KnnSpeedRow, Size, bench_knn, common_share, exact_neighbours, peak_memory
-from sima_attn.bench.rows import read_rows
+from sima_attn.report.rows import read_rows
 
 
 def test_the_command_writes_a_row_for_the_file_and_one_for_memory(tmp_path):

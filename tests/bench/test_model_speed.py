@@ -27,9 +27,9 @@ from sima_attn.bench.model import (
     create_step,
     select_cases,
 )
-from sima_attn.bench.rows import read_rows, write_rows
 from sima_attn.bench.tables import model_table, step_table, targets_table
-from sima_attn.bench.timing import time_interleaved
+from sima_attn.report.rows import read_rows, write_rows
+from sima_attn.report.timing import time_interleaved
 
 TINY = Twins("softmax", "deit_tiny_patch16_224", "sima_deit_tiny_patch16_224", {"dynamic_img_size": True, "depth": 1})
 
@@ -181,7 +181,7 @@ def test_calls_of_the_command_add_up_in_one_file(monkeypatch, tmp_path):
             yield pair_of_rows(case.mode, case.direction, case.pixels, case.batch, target=target, pair=pair)
 
     monkeypatch.setattr(bench, "bench_models", measure)
-    monkeypatch.setattr("sima_attn.bench.cuda_timing.check_cuda", lambda: None)
+    monkeypatch.setattr("sima_attn.report.cuda_timing.check_cuda", lambda: None)
 
     def run(name, *options):
         result = CliRunner().invoke(cli.app, ["bench", "model", "--out", str(tmp_path / name), *options])
@@ -199,7 +199,7 @@ def test_calls_of_the_command_add_up_in_one_file(monkeypatch, tmp_path):
 
 
 def test_a_file_of_another_version_is_refused_before_anything_is_measured(monkeypatch, tmp_path):
-    monkeypatch.setattr("sima_attn.bench.cuda_timing.check_cuda", lambda: None)
+    monkeypatch.setattr("sima_attn.report.cuda_timing.check_cuda", lambda: None)
     (tmp_path / "old.csv").write_text("model,called_ms\ndeit,1\n")
     result = CliRunner().invoke(cli.app, ["bench", "model", "--update", "--out", str(tmp_path / "old.csv")])
     assert isinstance(result.exception, ValueError)

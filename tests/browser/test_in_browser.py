@@ -19,7 +19,7 @@ from driving import NARROW, WIDE, complaints, give, set_window, shown, until
 from selenium.webdriver.common.by import By
 
 from serving import serving
-from sima_attn._images import read_image
+from sima_attn.data.images import read_image
 from sima_attn.explain.subject import subject_of
 from sima_attn.export.onnx import export_onnx
 from sima_attn.export.preprocessing import Preprocessing

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from PIL import Image
 from shapes import coco_folder, edit
 
-from sima_attn.bench.rows import read_rows, write_rows
 from sima_attn.detect import augment
 from sima_attn.detect.augment import Augment, cropped, flipped, resized
 from sima_attn.detect.coco import CategoryRow, coco_scores, mask_of, open_coco, run_lengths, to_results, write_results
-from sima_attn.detect.paper_table import table_4
+from sima_attn.report.rows import read_rows, write_rows
+from sima_attn.reproduce.detection import table_4
 
 pytest.importorskip("pycocotools")
 MINI = Path(__file__).parents[3] / "shared" / "data" / "coco-mini"

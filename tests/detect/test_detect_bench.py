@@ -7,7 +7,7 @@ import torch
 
 from sima_attn.bench import detect
 from sima_attn.bench.detect import BACKBONE, CALLED, DETECTOR, GRAPH, Twins, bench_detect, detect_table
-from sima_attn.bench.rows import read_rows, write_rows
+from sima_attn.report.rows import read_rows, write_rows
 
 PAIR = Twins("sima_xcit_nano_12_p16_224", "xca")
 

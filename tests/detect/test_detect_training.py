@@ -13,16 +13,17 @@ from shapes import CATEGORIES, SMALL, coco_folder, edit, small_recipe
 from typer.testing import CliRunner
 
 from sima_attn import cli
+from sima_attn._settings import from_dict, to_dict, with_overrides
 from sima_attn.detect import recipes
 from sima_attn.detect.predict import Detected, draw, label_place, overlap
 from sima_attn.detect.recipes import RECIPES, DetectRecipe, named_recipe
 from sima_attn.detect.task import Detection, train_detector
 from sima_attn.detect.weights import build_detector, load_backbone, load_detector
+from sima_attn.report.progress import RunProgress
 from sima_attn.train.checkpoint import load_newest
 from sima_attn.train.engine import start_fabric
 from sima_attn.train.logs import read_log
-from sima_attn.train.progress import RunProgress
-from sima_attn.train.recipes import StepSchedule, from_dict, to_dict, with_overrides
+from sima_attn.train.recipes import StepSchedule
 
 pytest.importorskip("pycocotools")
 LOSSES = ["loss_objectness", "loss_rpn_box_reg", "loss_classifier", "loss_box_reg", "loss_mask"]

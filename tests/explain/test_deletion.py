@@ -9,11 +9,11 @@ from PIL import Image
 from small_models import deit
 from torch import nn
 
+from sima_attn.data import loader
 from sima_attn.explain.deletion import MODES, ORDERS, STEPS, deletion_test, validation_batches
 from sima_attn.explain.figures import plot_deletion
 from sima_attn.explain.subject import subject_of
 from sima_attn.nn import SimAttention
-from sima_attn.train.data import loader
 
 
 class Counter(nn.Module):

@@ -7,11 +7,11 @@ from small_models import deit, timm_vit
 from typer.testing import CliRunner
 
 from sima_attn import cli
-from sima_attn.bench.rows import read_rows
 from sima_attn.explain import subject as subject_module
 from sima_attn.explain.drawing import EFFECT, HEAT, Tile, colour, overlay, sheet
 from sima_attn.explain.effects import AttentionRow
 from sima_attn.explain.gallery import Gallery, _rows_by_depth
+from sima_attn.report.rows import read_rows
 
 runner = CliRunner()
 

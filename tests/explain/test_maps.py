@@ -8,7 +8,7 @@ from PIL import Image
 from small_models import MODELS, build, deit, image, timm_vit
 from torch import nn
 
-from sima_attn._images import open_photo
+from sima_attn.data.images import open_photo
 from sima_attn.explain import effect, heatmap, heatmaps, read_attention
 from sima_attn.explain import subject as subject_module
 from sima_attn.explain.effects import attention_statistics, effect_scores

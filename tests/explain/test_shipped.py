@@ -7,12 +7,12 @@ import pytest
 import torch
 from PIL import Image
 
-from sima_attn.bench.rows import read_rows
 from sima_attn.cli.classify import top_classes
 from sima_attn.explain import deletion_test, heatmap, load_subject, open_photo
 from sima_attn.explain.deletion import MODES, ORDERS, DeletionRow, validation_batches
 from sima_attn.explain.gallery import Gallery
 from sima_attn.explain.subject import DEFAULT, shipped_models
+from sima_attn.report.rows import read_rows
 
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared" / "data"

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import sima_attn.models  # noqa: F401
+from sima_attn.audit import audit
 from sima_attn.conversion import convert
-from sima_attn.export import audit
 from sima_attn.export import onnx as export_module
 from sima_attn.export.onnx import class_names, export_onnx, fold_constants, write_metadata
 from sima_attn.export.preprocessing import Preprocessing, middle

@@ -10,8 +10,7 @@ import timm
 import torch
 
 import sima_attn.models  # noqa: F401
-from sima_attn.bench.rows import read_rows
-from sima_attn.export import audit
+from sima_attn.audit import audit
 from sima_attn.export.onnx import export_onnx
 from sima_attn.export.preprocessing import Preprocessing
 from sima_attn.export.quantize import (
@@ -26,6 +25,7 @@ from sima_attn.export.quantize import (
 )
 from sima_attn.export.runtimes import OnnxRuntime, installed_runtimes, open_model
 from sima_attn.models.pretrained import read_card, weights_file
+from sima_attn.report.rows import read_rows
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")

@@ -14,15 +14,17 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from sima_attn import assert_exp_free, cli
+from sima_attn._settings import to_dict
 from sima_attn.cli.classify import top_classes
+from sima_attn.data import loader, open_data
+from sima_attn.data.loader import evaluation_transform
+from sima_attn.data.settings import Augment, Data
 from sima_attn.explain import subject
 from sima_attn.models import pretrained
 from sima_attn.models.pretrained import Card, in_half, read_card, save_shipped, weights_file
 from sima_attn.train.classify import build_model, train_classifier
-from sima_attn.train.data import loader, open_data
-from sima_attn.train.data.loader import evaluation_transform
 from sima_attn.train.evaluate import evaluate, load_trained
-from sima_attn.train.recipes import Augment, Data, Model, Optim, Recipe, Run, Schedule, to_dict
+from sima_attn.train.recipes import Model, Optim, Recipe, Run, Schedule
 from sima_attn.train.run import RunFolder
 
 NAME = "sima_xcit_mini_p4_64_relu"
@@ -227,7 +229,7 @@ def test_a_broken_image_is_named_as_it_is(run, weights, tmp_path, monkeypatch, n
     monkeypatch.setattr(loader, "MOST_BROKEN", 0.5)
     shutil.copytree(run[0] / "data", tmp_path / "data")
     (tmp_path / "data" / "val" / "n01" / name.replace("/", "-")).write_text("no image")
-    monkeypatch.setattr("sima_attn.train.data.sources.ClassFolders.name", lambda self, index: name)
+    monkeypatch.setattr("sima_attn.data.sources.ClassFolders.name", lambda self, index: name)
     assert name in sima("ship", run[0] / "run", "--data", tmp_path / "data")
     assert name in sima("eval", run[0] / "run", "--data", tmp_path / "data")
 

@@ -8,7 +8,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
 from sima_attn.bench.load import Tally, bench_load, summarise
-from sima_attn.bench.rows import read_rows, write_rows
+from sima_attn.report.rows import read_rows, write_rows
 
 TALLY = Tally([200] * 6 + [429] * 3 + [422, 413], [0.01 * k for k in range(1, 6)])
 FACTS = {"model": "small", "clients": 2, "seconds": 8.0, "took": 10.0}

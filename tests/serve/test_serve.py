@@ -24,7 +24,7 @@ pytest.importorskip("httpx")
 
 from fastapi.testclient import TestClient
 
-from sima_attn._images import ENDINGS, open_photo
+from sima_attn.data.images import ENDINGS, open_photo
 from sima_attn.explain.subject import subject_of
 from sima_attn.nn import SimAttention
 from sima_attn.nn.baselines.softmax import SoftmaxAttention

@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from sima_attn._settings import from_dict
 from sima_attn.train.checkpoint import load_newest
 from sima_attn.train.classify import Classification, train_classifier
-from sima_attn.train.recipes import Recipe, from_dict
+from sima_attn.train.recipes import Recipe
 from sima_attn.train.stopping import RunInterrupted
 
 torch.set_num_threads(1)

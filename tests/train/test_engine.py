@@ -13,13 +13,14 @@ import torch
 from small_runs import class_folders, small_recipe
 from torch import nn
 
+from sima_attn._settings import to_dict, with_overrides
 from sima_attn.nn import SimAttention
 from sima_attn.nn.baselines.softmax import SoftmaxAttention
 from sima_attn.train.checkpoint import checkpoints, load_newest
 from sima_attn.train.classify import Classification, build_model, train_classifier
 from sima_attn.train.engine import first_non_finite, start_fabric
 from sima_attn.train.logs import read_log
-from sima_attn.train.recipes import Model, Optim, Schedule, to_dict, with_overrides
+from sima_attn.train.recipes import Model, Optim, Schedule
 
 
 @pytest.fixture

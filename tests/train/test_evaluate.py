@@ -12,13 +12,14 @@ from small_runs import class_folders, small_recipe
 from typer.testing import CliRunner
 
 from sima_attn import cli
-from sima_attn.bench.rows import read_rows
+from sima_attn.data import open_data
+from sima_attn.data.loader import evaluation_transform
+from sima_attn.data.settings import Data
 from sima_attn.nn.token_ref import tokens_at
+from sima_attn.report.rows import read_rows
 from sima_attn.train.classify import train_classifier
-from sima_attn.train.data import open_data
-from sima_attn.train.data.loader import evaluation_transform
 from sima_attn.train.evaluate import EvaluationRow, Loaded, evaluate, load_trained
-from sima_attn.train.recipes import RECIPES, Data
+from sima_attn.train.recipes import RECIPES
 
 
 @pytest.fixture(scope="module")

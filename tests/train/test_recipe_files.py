@@ -14,15 +14,16 @@ import yaml
 from safetensors.torch import load_file, save_file
 from small_runs import class_folders, small_recipe
 
+from sima_attn._settings import to_dict
 from sima_attn.detect.recipes import Detector
 from sima_attn.detect.recipes import named_recipe as named_detection
+from sima_attn.dino.recipes import DINO_RECIPES, DinoRecipe
 from sima_attn.explain.subject import load_subject
+from sima_attn.probe.features import build_backbone, load_backbone
 from sima_attn.train.classify import build_model, train_classifier
-from sima_attn.train.dino_recipes import DINO_RECIPES, DinoRecipe
 from sima_attn.train.evaluate import load_trained
-from sima_attn.train.features import build_backbone, load_backbone
 from sima_attn.train.recipe_files import SOURCES, check_arguments, recipe_from_file, sources_in, without_sources
-from sima_attn.train.recipes import RECIPES, Model, Recipe, to_dict
+from sima_attn.train.recipes import RECIPES, Model, Recipe
 from sima_attn.train.run import RunFolder
 
 CLASSES = ["cat", "dog", "owl"]

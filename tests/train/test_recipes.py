@@ -8,18 +8,9 @@ import pytest
 import timm
 import yaml
 
-from sima_attn.models.paper_table import TABLE_1
-from sima_attn.train.recipes import (
-    RECIPES,
-    Recipe,
-    check,
-    differences,
-    flat,
-    from_dict,
-    named_recipe,
-    to_dict,
-    with_overrides,
-)
+from sima_attn._settings import differences, flat, from_dict, to_dict, with_overrides
+from sima_attn.reproduce.paper_models import TABLE_1
+from sima_attn.train.recipes import RECIPES, Recipe, check, named_recipe
 from sima_attn.train.run import RunFolder, provenance
 
 PAPER = [name for name in RECIPES if name not in ("digits", "tiny_imagenet", "shipped")]

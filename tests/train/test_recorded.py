@@ -11,13 +11,14 @@ import torch
 from safetensors.torch import load_file
 from small_runs import small_recipe
 
+from sima_attn._settings import with_overrides
 from sima_attn.detect.task import Detection
+from sima_attn.dino.recipes import digits
+from sima_attn.dino.task import Dino, train_dino
 from sima_attn.train.checkpoint import load_newest
 from sima_attn.train.classify import Classification, train_classifier
-from sima_attn.train.dino import Dino, train_dino
-from sima_attn.train.dino_recipes import digits
 from sima_attn.train.logs import read_log
-from sima_attn.train.recipes import Run, with_overrides
+from sima_attn.train.recipes import Run
 from sima_attn.train.recorded import PLAIN_STEPS, RecordedPass, check_can_be_recorded
 from sima_attn.train.stopping import RunInterrupted
 

@@ -16,16 +16,16 @@ from small_runs import ALL_ON, class_folders, small_recipe
 
 from full_disk import no_file_above
 from sima_attn._files import PREFIX, DiskFullError
+from sima_attn._settings import to_dict
 from sima_attn.detect.recipes import named_recipe
 from sima_attn.detect.task import train_detector
+from sima_attn.dino.recipes import named_dino_recipe
+from sima_attn.dino.task import train_dino
+from sima_attn.reproduce.dino import make_dino_run, planned_dino_runs
+from sima_attn.reproduce.miniature import make_run, planned_runs
 from sima_attn.train.checkpoint import checkpoints, load_checkpoint, load_newest, save_checkpoint
 from sima_attn.train.classify import Classification, train_classifier
-from sima_attn.train.dino import train_dino
-from sima_attn.train.dino_miniature import make_dino_run, planned_dino_runs
-from sima_attn.train.dino_recipes import named_dino_recipe
 from sima_attn.train.logs import CsvLog, read_log
-from sima_attn.train.miniature import make_run, planned_runs
-from sima_attn.train.recipes import to_dict
 from sima_attn.train.run import RunFolder
 
 

@@ -14,20 +14,22 @@ from pathlib import Path
 
 import pytest
 import typer
-from small_runs import class_folders, small_recipe
 from test_resume import ALL_OF_IT, WAYS, assert_same_state, logged, start_classifier, start_detector, start_dino
 from typer.testing import CliRunner
 from waiting_run import wait_for_signal
 
 from sima_attn import cli
+from sima_attn._settings import to_dict
+from sima_attn.data.workers import leave_signals_to_parent, termination_blocked
 from sima_attn.detect import task
-from sima_attn.train import classify, dino
+from sima_attn.dino import task as dino
+from sima_attn.reproduce.grid import in_processes
+from sima_attn.train import classify
 from sima_attn.train.checkpoint import load_newest
 from sima_attn.train.classify import Classification, train_classifier
-from sima_attn.train.grid import in_processes
-from sima_attn.train.recipes import to_dict
 from sima_attn.train.start import resume_command
-from sima_attn.train.stopping import RunInterrupted, StopSignals, leave_signals_to_parent, termination_blocked
+from sima_attn.train.stopping import RunInterrupted, StopSignals
+from small_runs import class_folders, small_recipe
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 

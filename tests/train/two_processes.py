@@ -13,8 +13,9 @@ import traceback
 
 import torch
 
+from sima_attn._settings import from_dict
 from sima_attn.train.classify import Classification, train_classifier
-from sima_attn.train.recipes import Recipe, from_dict
+from sima_attn.train.recipes import Recipe
 
 torch.set_num_threads(1)
 WORLD = 2

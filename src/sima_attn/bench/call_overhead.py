@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sima_attn.bench.cuda_timing import ENQUEUED_CALLS, check_cuda, device_name, time_enqueuing
 from sima_attn.bench.gpu import DIRECTIONS, TRAINING, check_error
-from sima_attn.bench.rows import cpu_name, today
 from sima_attn.ops import sima_attention_qkv
+from sima_attn.report.cuda_timing import ENQUEUED_CALLS, check_cuda, device_name, time_enqueuing
+from sima_attn.report.rows import cpu_name, today
 
 SHAPES = ((1, 196, 6, 64), (32, 196, 6, 64))  # B, N, H, D: DeiT-S at 224 px
 # "module": from the output of the projection to the input of the next one, with the views in between, as timm's

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sima_attn.bench.rows import cpu_name, today
-from sima_attn.bench.timing import time_interleaved
 from sima_attn.ops import AttentionShape, choose_order, sima_attention_qkv
 from sima_attn.ops.cost import product_macs
 from sima_attn.ops.reference import algorithm_1
+from sima_attn.report.rows import cpu_name, today
+from sima_attn.report.timing import time_interleaved
 
 FORWARD, TRAINING = "forward", "forward + backward"
 

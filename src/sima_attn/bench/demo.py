@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sima_attn.bench.figures import check_can_plot
-from sima_attn.bench.rows import cpu_name, today
-from sima_attn.bench.tables import TextTable
-from sima_attn.bench.timing import time_interleaved
 from sima_attn.nn import ATTENTIONS, Attention, create_attention
 from sima_attn.ops import AttentionShape, ExpCounter
+from sima_attn.report.figures import check_can_plot
+from sima_attn.report.rows import cpu_name, today
+from sima_attn.report.tables import TextTable
+from sima_attn.report.timing import time_interleaved
 
 HEADS, CHANNELS = 3, 64  # DeiT-Tiny's
 TOKENS = (49, 196, 784, 2304, 4096)  # square grids, for the attentions that need one
@@ -51,7 +51,8 @@ def train_twins(
 
     `changes` are changes of the recipe, as `--set` takes them. A demo that was there before is replaced.
     """
-    from sima_attn.train.recipes import named_recipe, with_overrides
+    from sima_attn._settings import with_overrides
+    from sima_attn.train.recipes import named_recipe
 
     rows = []
     for attention in TWINS:
@@ -75,7 +76,7 @@ def _remove_old_twin(folder: Path, recipe) -> None:
 
 
 def _train_twin(recipe, folder: Path, quiet: bool) -> TwinRow:
-    from sima_attn.export import audit
+    from sima_attn.audit import audit
     from sima_attn.train.classify import train_classifier
     from sima_attn.train.evaluate import load_trained
 

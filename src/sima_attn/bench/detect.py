@@ -14,11 +14,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sima_attn.bench.cuda_timing import time_graphs
-from sima_attn.bench.rows import processor_name, today
-from sima_attn.bench.tables import TextTable
-from sima_attn.bench.timing import Function, time_interleaved
 from sima_attn.detect.mask_rcnn import SimaMaskRCNN, build_mask_rcnn
+from sima_attn.report.cuda_timing import time_graphs
+from sima_attn.report.rows import processor_name, today
+from sima_attn.report.tables import TextTable
+from sima_attn.report.timing import Function, time_interleaved
 
 BACKBONE, DETECTOR = "backbone", "detector"
 GRAPH, CALLED = "graph", "called"

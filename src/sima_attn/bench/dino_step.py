@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 
 from sima_attn._errors import unknown_name
-from sima_attn.bench.rows import processor_name, today
-from sima_attn.bench.tables import TextTable
-from sima_attn.train import recipes
-from sima_attn.train.dino import train_dino
-from sima_attn.train.dino_miniature import DINO, GRID, dino_recipe
+from sima_attn._settings import with_overrides
+from sima_attn.dino.task import train_dino
+from sima_attn.report.rows import processor_name, today
+from sima_attn.report.tables import TextTable
+from sima_attn.reproduce.dino import DINO, GRID, dino_recipe
 from sima_attn.train.logs import read_log
 from sima_attn.train.recorded import PLAIN_STEPS
 
@@ -71,7 +71,7 @@ def bench_dino_step(
     for name in names:
         torch.compiler.reset()  # blocks of another model are other code under the same name
         base = dino_recipe(replace(known[name], epochs=epochs), "digits", on_gpu=device == "cuda")
-        base = recipes.with_overrides(base, ("probe.bank=0", f"run.log_steps={LOGGED}", *settings))
+        base = with_overrides(base, ("probe.bank=0", f"run.log_steps={LOGGED}", *settings))
         for way, (compiled, recorded) in ways_on(device).items():
             on_start(f"{name}, {way}")
             recipe = replace(base, run=replace(base.run, compile=compiled, cuda_graph=recorded))

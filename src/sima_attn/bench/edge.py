@@ -18,13 +18,13 @@ import numpy as np
 
 from sima_attn._errors import unknown_name
 from sima_attn._files import atomic_write
-from sima_attn.bench.figures import check_can_plot
-from sima_attn.bench.rows import cpu_name, today
-from sima_attn.bench.tables import TextTable
-from sima_attn.bench.timing import time_interleaved
+from sima_attn.audit.model import audit
 from sima_attn.export import runtimes
-from sima_attn.export.audit_model import audit
 from sima_attn.export.runtimes import RUNTIMES, Session, open_model
+from sima_attn.report.figures import check_can_plot
+from sima_attn.report.rows import cpu_name, today
+from sima_attn.report.tables import TextTable
+from sima_attn.report.timing import time_interleaved
 
 FP32, INT8 = "fp32", "int8"
 LARGEST_ERROR = 1e-3  # between runtimes in float32, of the largest logit

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sima_attn.bench.cuda_timing import check_cuda, copy_bandwidth, device_name, time_calls, time_graphs
-from sima_attn.bench.rows import today
 from sima_attn.bench.selection import select
 from sima_attn.nn import create_attention
 from sima_attn.ops import plan, sima_attention, sima_attention_qkv, sima_reference
 from sima_attn.ops.reference import algorithm_1
+from sima_attn.report.cuda_timing import check_cuda, copy_bandwidth, device_name, time_calls, time_graphs
+from sima_attn.report.rows import today
 
 FORWARD, TRAINING = DIRECTIONS = ("forward", "forward + backward")
 # Tensors of the size of q that must cross the memory bus at least once.

@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sima_attn.bench.rows import processor_name, today
-from sima_attn.bench.tables import TextTable
-from sima_attn.train.knn import nearest, vote_accuracy
+from sima_attn.probe.knn import nearest, vote_accuracy
+from sima_attn.report.rows import processor_name, today
+from sima_attn.report.tables import TextTable
 
 CLASSES, NOISE = 1000, 1.5  # deviation of a feature about the centre of its class, whose own is 1
 TEMPERATURE = 0.07

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sima_attn.bench.rows import cpu_name, today
+from sima_attn.report.rows import cpu_name, today
 
 START_SECONDS = 120  # for the server to load its model
 GROWTH = 1.1  # of the memory after a quarter of the time: more is a leak

@@ -13,10 +13,10 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from sima_attn.bench.cuda_timing import check_cuda, device_name, time_calls, time_graphs
-from sima_attn.bench.rows import today
 from sima_attn.bench.selection import select
 from sima_attn.models.compiled import compile_blocks
+from sima_attn.report.cuda_timing import check_cuda, device_name, time_calls, time_graphs
+from sima_attn.report.rows import today
 
 EAGER, COMPILE, REDUCE_OVERHEAD, GRAPH = MODES = ("eager", "compile", "reduce-overhead", "graph")
 INFERENCE, TRAINING = DIRECTIONS = ("inference", "training")

@@ -14,13 +14,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sima_attn.bench.cuda_timing import check_cuda, device_name
-from sima_attn.bench.rows import cpu_name, today
-from sima_attn.bench.tables import TextTable
-from sima_attn.bench.timing import percentiles, time_interleaved
 from sima_attn.nn import create_attention
 from sima_attn.ops import choose_order, sima_attention
 from sima_attn.ops.reference import algorithm_1
+from sima_attn.report.cuda_timing import check_cuda, device_name
+from sima_attn.report.rows import cpu_name, today
+from sima_attn.report.tables import TextTable
+from sima_attn.report.timing import percentiles, time_interleaved
 
 Core = Callable[[Tensor, Tensor, Tensor], Tensor]
 HEADS = 8

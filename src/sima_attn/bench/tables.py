@@ -1,9 +1,11 @@
-"""Rows -> the tables of the README, the docs and the terminal: a header and cells of text."""
+"""Rows of the speed benchmarks -> the tables of the README, the docs and the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+from sima_attn.report.tables import TextTable
 
 if TYPE_CHECKING:
     from sima_attn.bench.call_overhead import CallOverheadRow
@@ -14,19 +16,6 @@ if TYPE_CHECKING:
 
 
 PairedRow = TypeVar("PairedRow")
-
-
-class TextTable(NamedTuple):
-    """A table of text; the lines in `bold` are SimA's."""
-
-    header: list[str]
-    lines: list[list[str]]
-    bold: set[int]
-
-    def markdown(self) -> str:
-        """The table as Markdown."""
-        shown = [[f"**{cell}**" for cell in line] if i in self.bold else line for i, line in enumerate(self.lines)]
-        return "\n".join(f"| {' | '.join(line)} |" for line in [self.header, ["---"] * len(self.header), *shown])
 
 
 def cpu_table(rows: Sequence[CpuRow], threads: int, direction: str) -> TextTable:

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from sima_attn.bench.tables import TextTable
+    from sima_attn.report.tables import TextTable
 
 # A table needs its width even where the output is not a terminal. COLUMNS says another one, as it does for rich.
 console = Console() if Console().is_terminal or "COLUMNS" in os.environ else Console(width=120)

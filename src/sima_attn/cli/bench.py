@@ -33,8 +33,8 @@ def bench_cpu_command(
 ) -> None:
     """SimA's attention core against softmax and the paper's code on the CPU: forward, and forward + backward."""
     from sima_attn.bench.cpu import CASES, FORWARD, TRAINING, bench_cpu, can_compile
-    from sima_attn.bench.rows import write_rows
     from sima_attn.bench.tables import cpu_table
+    from sima_attn.report.rows import write_rows
 
     if compiled and not can_compile():
         console.print("[yellow]There is no C++ compiler here: torch.compile is left out.[/yellow]")
@@ -73,11 +73,12 @@ def bench_gpu_command(
     seconds: Seconds = 0.3,
 ) -> None:
     """SimA's fused kernels against flash and cuDNN softmax, the paper's code, XCA and ELU, on a CUDA device."""
-    from sima_attn.bench.cuda_timing import check_cuda
-    from sima_attn.bench.figures import check_can_plot, plot_gpu
+    from sima_attn.bench.figures import plot_gpu
     from sima_attn.bench.gpu import FIGURE_CASES, FORWARD, TRAINING, GpuRow, bench_gpu, select_cases
-    from sima_attn.bench.rows import merge_rows, read_rows, write_rows
     from sima_attn.bench.tables import dtype_table, gpu_table
+    from sima_attn.report.cuda_timing import check_cuda
+    from sima_attn.report.figures import check_can_plot
+    from sima_attn.report.rows import merge_rows, read_rows, write_rows
 
     cases = select_cases(shapes=shape, dtypes=dtype)
     check_cuda()
@@ -104,9 +105,9 @@ def bench_gpu_command(
 def bench_call_overhead_command(out: RowsFile = BENCH_FOLDER / "call_overhead.csv", seconds: Seconds = 2.0) -> None:
     """CPU time per call of the attention operator on a CUDA device, against torch's softmax attention."""
     from sima_attn.bench.call_overhead import SHAPES, bench_call_overhead
-    from sima_attn.bench.cuda_timing import check_cuda
-    from sima_attn.bench.rows import write_rows
     from sima_attn.bench.tables import call_overhead_table, targets_table
+    from sima_attn.report.cuda_timing import check_cuda
+    from sima_attn.report.rows import write_rows
 
     check_cuda()
     rows = []
@@ -140,10 +141,10 @@ def bench_model_command(
     seconds: Seconds = 2.0,
 ) -> None:
     """Whole models against their SimA twins on a CUDA device: eager, compiled and as CUDA graphs."""
-    from sima_attn.bench.cuda_timing import check_cuda
     from sima_attn.bench.model import ModelSpeedRow, bench_models, select_cases
-    from sima_attn.bench.rows import merge_rows, read_rows, write_rows
     from sima_attn.bench.tables import model_table, step_table, targets_table
+    from sima_attn.report.cuda_timing import check_cuda
+    from sima_attn.report.rows import merge_rows, read_rows, write_rows
 
     cases = select_cases(models=model, modes=mode, directions=direction, pixels=pixels, batches=batch)
     check_cuda()
@@ -173,7 +174,7 @@ def bench_serve_command(
 ) -> None:
     """Many clients at once against `sima serve`: no 5xx, nobody without an answer, memory flat."""
     from sima_attn.bench.load import bench_load
-    from sima_attn.bench.rows import write_rows
+    from sima_attn.report.rows import write_rows
     from sima_attn.serve.run import check_installed
 
     check_installed()
@@ -194,8 +195,8 @@ def bench_table_command(
 ) -> None:
     """Print the rows of the CPU benchmark as Markdown tables: forward, then forward + backward."""
     from sima_attn.bench.cpu import FORWARD, TRAINING, CpuRow
-    from sima_attn.bench.rows import read_rows
     from sima_attn.bench.tables import cpu_table
+    from sima_attn.report.rows import read_rows
 
     rows = read_rows(rows_file, CpuRow)
     print("\n\n".join(cpu_table(rows, threads, direction).markdown() for direction in (FORWARD, TRAINING)))
@@ -216,7 +217,7 @@ def bench_knn_command(
     """20-NN on synthetic features, the bank read from a file in blocks and held in memory: time and memory."""
     from sima_attn._devices import resolve_device
     from sima_attn.bench.knn import SIZES, Size, bench_knn, knn_speed_table
-    from sima_attn.bench.rows import write_rows
+    from sima_attn.report.rows import write_rows
 
     device = resolve_device(device)
     usual = SIZES[device]
@@ -252,7 +253,7 @@ def bench_dino_command(
     """
     from sima_attn._devices import resolve_device
     from sima_attn.bench.dino_step import RUNS, bench_dino_step, dino_step_table, ways_on
-    from sima_attn.bench.rows import write_rows
+    from sima_attn.report.rows import write_rows
 
     device = resolve_device(device)
     chosen = list(dict.fromkeys(names or RUNS))

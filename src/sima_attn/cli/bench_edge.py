@@ -40,9 +40,9 @@ def bench_edge_command(
 ) -> None:
     """Whole models against their SimA twins in ONNX Runtime and OpenVINO: time, memory, size."""
     from sima_attn.bench.edge import FAMILIES, bench_edge, check_choice, edge_table, is_busy, plot_edge
-    from sima_attn.bench.figures import check_can_plot
-    from sima_attn.bench.rows import write_rows
     from sima_attn.export.onnx import check_installed
+    from sima_attn.report.figures import check_can_plot
+    from sima_attn.report.rows import write_rows
 
     check_installed()
     check_can_plot()
@@ -83,7 +83,7 @@ def bench_paper_edge_command(
 ) -> None:
     """Table 3 and Figure 1 of the paper on this processor: attention cores, order pinned as the paper pins it."""
     from sima_attn.bench.paper_edge import CASES, bench_paper_edge, paper_edge_table
-    from sima_attn.bench.rows import write_rows
+    from sima_attn.report.rows import write_rows
 
     groups = []
     with progress_bar() as progress:
@@ -108,9 +108,9 @@ def bench_paper_gpu_command(
     seconds: Seconds = 1.0,
 ) -> None:
     """Figure A1 of the paper on a CUDA device: sweeps over resolution and width, order pinned, batch 8."""
-    from sima_attn.bench.cuda_timing import check_cuda
     from sima_attn.bench.paper_edge import SWEEPS, bench_paper_gpu, paper_gpu_table
-    from sima_attn.bench.rows import write_rows
+    from sima_attn.report.cuda_timing import check_cuda
+    from sima_attn.report.rows import write_rows
 
     check_cuda()
     rows = []

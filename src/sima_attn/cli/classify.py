@@ -9,8 +9,8 @@ import typer
 from rich.markup import escape
 
 from sima_attn._devices import resolve_device
-from sima_attn._images import find_photos, open_photos
 from sima_attn.cli._shared import console, teller
+from sima_attn.data.images import find_photos, open_photos
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -56,8 +56,8 @@ def top_classes(subject: Subject, photo: Image, count: int) -> list[tuple[str, f
     """The most likely classes of a photo and how likely they are, prepared as in evaluation."""
     import torch
 
-    from sima_attn.train.data.loader import evaluation_transform
-    from sima_attn.train.recipes import Data
+    from sima_attn.data.loader import evaluation_transform
+    from sima_attn.data.settings import Data
 
     cfg: Any = getattr(subject.model, "pretrained_cfg", None) or {}
     settings: dict[str, Any] = {
@@ -100,10 +100,10 @@ def ship_command(
     """Put the weights of a run into the package, in half precision: `pretrained=True` finds them there."""
     from rich.console import Console
 
+    from sima_attn._settings import to_dict
+    from sima_attn.data.sources import class_words
     from sima_attn.models.pretrained import Card, check_same_model, in_half, save_shipped
-    from sima_attn.train.data.sources import class_words
     from sima_attn.train.evaluate import evaluate, file_of_run, load_trained
-    from sima_attn.train.recipes import to_dict
     from sima_attn.train.run import RunFolder
 
     device = resolve_device(device)

@@ -45,8 +45,8 @@ def demo(
 def compare_twins(out: Path) -> None:
     """Train both on the digits; print them side by side, and leave rows, curves and a figure."""
     from sima_attn.bench.demo import plot_twins, train_twins, twins_table
-    from sima_attn.bench.figures import check_can_plot
-    from sima_attn.bench.rows import write_rows
+    from sima_attn.report.figures import check_can_plot
+    from sima_attn.report.rows import write_rows
 
     check_can_plot()
     rows = train_twins(
@@ -90,10 +90,11 @@ def look_at_photos(out: Path) -> None:
 def compare_attentions(out: Path, seconds: float) -> None:
     """Every attention of the registry on this machine, as rows, a figure and a table."""
     from sima_attn.bench.demo import COUNTED_TOKENS, TOKENS, run_demo
-    from sima_attn.bench.figures import check_can_plot, plot_time_against_tokens
-    from sima_attn.bench.rows import write_rows
+    from sima_attn.bench.figures import plot_time_against_tokens
     from sima_attn.bench.tables import demo_table
     from sima_attn.nn import ATTENTIONS
+    from sima_attn.report.figures import check_can_plot
+    from sima_attn.report.rows import write_rows
 
     check_can_plot()
     with progress_bar() as progress:

@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 
 from sima_attn._devices import resolve_device
-from sima_attn._images import find_photos
 from sima_attn.cli import bench
 from sima_attn.cli._shared import BENCH_FOLDER, Pixels, Seconds, console, print_table, progress_bar, teller
 from sima_attn.cli.train import check_installed, resolved, say_finished
+from sima_attn.data.images import find_photos
 
 app = typer.Typer(help="Boxes and instance masks: Mask R-CNN, COCO's format.", no_args_is_help=True)
 
@@ -77,11 +77,11 @@ def eval_command(
 ) -> None:
     """AP of boxes and masks as a row of the paper's Table 4, by size, and by category."""
     check_ready()
-    from sima_attn.bench.rows import write_rows
     from sima_attn.detect.coco import write_results
-    from sima_attn.detect.paper_table import size_table, table_4
     from sima_attn.detect.task import evaluate_detector
     from sima_attn.detect.weights import load_detector
+    from sima_attn.report.rows import write_rows
+    from sima_attn.reproduce.detection import size_table, table_4
 
     loaded = load_detector(run)
     path = data or loaded.recipe.data.path
@@ -162,7 +162,7 @@ def bench_detect_command(
 ) -> None:
     """Backbone and whole detector at 480 to 2048 px: softmax DeiT-S and XCA against their SimA twins."""
     from sima_attn.bench.detect import PIXELS, TWINS, bench_detect, detect_table
-    from sima_attn.bench.rows import write_rows
+    from sima_attn.report.rows import write_rows
 
     device = resolve_device(device)
     rows = []

@@ -123,7 +123,7 @@ def examine() -> Findings:
     """Look at everything. Nothing is written, nothing is asked of other hosts."""
     import torch
 
-    from sima_attn.bench.rows import cpu_name
+    from sima_attn.report.rows import cpu_name
 
     packages = installed_packages()
     checks = run_checks()

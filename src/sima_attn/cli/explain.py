@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from sima_attn._devices import resolve_device
-from sima_attn._images import find_photos, unlike
 from sima_attn.cli._shared import console, print_table, progress_bar, teller
+from sima_attn.data.images import find_photos, unlike
 
 if TYPE_CHECKING:
     from sima_attn.explain import Subject
@@ -105,15 +105,15 @@ def statistics_command(
     device: DeviceOption = "auto",
 ) -> None:
     """Count, layer by layer, the negative entries of the attention and the largest channel's share."""
-    from sima_attn.bench.figures import check_can_plot
+    from sima_attn.report.figures import check_can_plot
 
     check_can_plot()
     subjects = _load([model, *(compare or [])], device)
-    from sima_attn.bench.rows import write_rows
-    from sima_attn.bench.tables import TextTable
     from sima_attn.explain.effects import AttentionRow, attention_statistics
     from sima_attn.explain.figures import plot_statistics
     from sima_attn.explain.gallery import read_photos
+    from sima_attn.report.rows import write_rows
+    from sima_attn.report.tables import TextTable
 
     files = find_photos(photos)
     rows: list[AttentionRow] = []
@@ -148,16 +148,16 @@ def deletion_command(
     device: DeviceOption = "auto",
 ) -> None:
     """Test the map: hide the patches it marks, random ones and the others, and watch the right class."""
-    from sima_attn.bench.figures import check_can_plot
+    from sima_attn.report.figures import check_can_plot
 
     check_can_plot()
     layers = _layers(layer)
     (subject,) = _load([model], device)
-    from sima_attn.bench.rows import write_rows
-    from sima_attn.bench.tables import TextTable
     from sima_attn.explain.deletion import deletion_test, validation_batches
     from sima_attn.explain.figures import plot_deletion
     from sima_attn.explain.reading import PARTS, read_attention
+    from sima_attn.report.rows import write_rows
+    from sima_attn.report.tables import TextTable
 
     parts = of or PARTS
     with progress_bar() as progress:

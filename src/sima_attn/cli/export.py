@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from sima_attn._images import find_photos, open_photos
 from sima_attn.cli._shared import console, print_table, progress_bar, teller
+from sima_attn.data.images import find_photos, open_photos
 
 if TYPE_CHECKING:
     from torch import nn
@@ -99,9 +99,9 @@ def quantize_command(
     """Write int8 forms of ONNX files, and compare size and accuracy; several models stand side by side."""
     if out is not None and len(models) > 1:
         raise ValueError(f"--out names one file, and there are {len(models)}: leave it away for NAME.int8.onnx each")
-    from sima_attn.bench.rows import read_rows, write_rows
     from sima_attn.export.onnx import check_installed
     from sima_attn.export.quantize import FileRow, metadata_of, open_images, quantize_onnx, quantize_table
+    from sima_attn.report.rows import read_rows, write_rows
 
     check_installed()
     for name in models:

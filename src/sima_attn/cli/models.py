@@ -18,9 +18,9 @@ def models_command(
     """Print Table 1 of the paper: our models, counted exactly, beside what the paper prints."""
     with progress_bar() as progress:
         task = progress.add_task("importing", total=None)
-        from sima_attn.bench.rows import write_rows
-        from sima_attn.export.table_1 import count_models, table_1
-        from sima_attn.models.paper_table import TABLE_1
+        from sima_attn.report.rows import write_rows
+        from sima_attn.reproduce.paper_models import TABLE_1
+        from sima_attn.reproduce.table_1 import count_models, table_1
 
         progress.update(task, total=len(TABLE_1), completed=-1)
         rows = count_models(on_step=lambda name: progress.update(task, advance=1, description=name))
@@ -45,7 +45,7 @@ def audit_command(
 ) -> None:
     """Count a model's parameters, MACs and memory, and every exp-like call in it."""
     with Console(stderr=True).status(f"auditing {model}"):
-        from sima_attn.export.audit_model import audit_named
+        from sima_attn.audit.model import audit_named
 
         report = audit_named(model, size)
     console.print(f"[bold]{report.name}[/bold]", highlight=False)

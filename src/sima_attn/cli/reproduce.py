@@ -15,7 +15,7 @@ from sima_attn.cli.train import check_installed
 from sima_attn.train.stopping import RunInterrupted
 
 if TYPE_CHECKING:
-    from sima_attn.train.dino_miniature import DinoResultRow
+    from sima_attn.reproduce.dino import DinoResultRow
 
 app = typer.Typer(help="Run the paper's comparisons again.", no_args_is_help=True)
 
@@ -41,10 +41,10 @@ def miniature_command(
 ) -> None:
     """The paper's ablations on small images: one run each, tables and a figure. Start it again to go on."""
     check_installed()
-    from sima_attn.bench.figures import check_can_plot
-    from sima_attn.train.data import open_data
-    from sima_attn.train.miniature import make_runs, planned_runs, read_collected
-    from sima_attn.train.miniature_report import plot_miniature, results_table, sizes_table
+    from sima_attn.data import open_data
+    from sima_attn.report.figures import check_can_plot
+    from sima_attn.reproduce.miniature import make_runs, planned_runs, read_collected
+    from sima_attn.reproduce.miniature_report import plot_miniature, results_table, sizes_table
 
     runs = planned_runs(only or (), epochs=epochs, seeds=seeds)
     check_can_plot()
@@ -106,10 +106,10 @@ def dino_command(
 ) -> None:
     """The paper's self-supervised comparison on small images: a table and a figure. Start it again to go on."""
     check_installed()
-    from sima_attn.bench.figures import check_can_plot
-    from sima_attn.train.data import open_data
-    from sima_attn.train.dino_miniature import make_dino_runs, planned_dino_runs, read_collected_dino
-    from sima_attn.train.dino_miniature_report import dino_curve_table, dino_table, plot_dino
+    from sima_attn.data import open_data
+    from sima_attn.report.figures import check_can_plot
+    from sima_attn.reproduce.dino import make_dino_runs, planned_dino_runs, read_collected_dino
+    from sima_attn.reproduce.dino_report import dino_curve_table, dino_table, plot_dino
 
     runs = planned_dino_runs(only or (), epochs=epochs)
     check_can_plot()

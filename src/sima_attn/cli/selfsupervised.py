@@ -12,8 +12,8 @@ from sima_attn.cli.train import CompileOption, CudaGraphOption, check_installed,
 if TYPE_CHECKING:
     from torch import nn
 
-    from sima_attn.train.data import Source
-    from sima_attn.train.features import Backbone, Features
+    from sima_attn.data import Source
+    from sima_attn.probe.features import Backbone, Features
 
 app = typer.Typer()
 
@@ -60,7 +60,7 @@ def dino_command(
 ) -> None:
     """Learn features without labels (DINO). Under torchrun, on all its processes; after a crash, add --resume."""
     check_installed()
-    from sima_attn.train.dino_recipes import DinoRecipe, named_dino_recipe
+    from sima_attn.dino.recipes import DinoRecipe, named_dino_recipe
 
     folder = out or Path("runs") / f"dino-{recipe or 'digits'}"
     options = {"data.path": data, "run.precision": precision, "run.compile": compile_, "run.cuda_graph": cuda_graph}
@@ -74,7 +74,7 @@ def dino_command(
         overrides=overrides,
         options=options,
     )
-    from sima_attn.train.dino import train_dino  # heavy: after a wrong setting was told
+    from sima_attn.dino.task import train_dino  # heavy: after a wrong setting was told
 
     finished = train_dino(chosen, folder, resume=resume, device=device)
     say_finished(finished, folder, f"(weights.safetensors: the teacher). Next: sima knn {folder}, sima linear {folder}")
@@ -102,14 +102,14 @@ def knn_command(
 ) -> None:
     """k-NN accuracy of frozen features: the val images among the training images."""
     from sima_attn._errors import unknown_name
-    from sima_attn.bench.figures import check_can_plot
-    from sima_attn.bench.rows import write_rows
-    from sima_attn.bench.tables import TextTable
-    from sima_attn.train.data.sources import class_words
-    from sima_attn.train.feature_map import MAPS, plot_feature_map
-    from sima_attn.train.features import load_backbone
-    from sima_attn.train.knn import knn_accuracy, plot_neighbours
-    from sima_attn.train.recipes import above_zero
+    from sima_attn._settings import above_zero
+    from sima_attn.data.sources import class_words
+    from sima_attn.probe.feature_map import MAPS, plot_feature_map
+    from sima_attn.probe.features import load_backbone
+    from sima_attn.probe.knn import knn_accuracy, plot_neighbours
+    from sima_attn.report.figures import check_can_plot
+    from sima_attn.report.rows import write_rows
+    from sima_attn.report.tables import TextTable
 
     if method not in MAPS:
         raise unknown_name("map", method, MAPS)
@@ -179,10 +179,10 @@ def linear_command(
     from dataclasses import replace
 
     from sima_attn._errors import unknown_name
-    from sima_attn.bench.rows import write_rows
-    from sima_attn.train.features import LayerFeatures, load_backbone
-    from sima_attn.train.linear import train_linear
-    from sima_attn.train.recipes import above_zero
+    from sima_attn._settings import above_zero
+    from sima_attn.probe.features import LayerFeatures, load_backbone
+    from sima_attn.probe.linear import train_linear
+    from sima_attn.report.rows import write_rows
 
     if features not in ("layers", "output"):
         raise unknown_name("features", features, ("layers", "output"))
@@ -246,9 +246,9 @@ class _Taking:
         self.options: dict[str, Any] = {"dtype": dtype, "batch": batch, "device": device}
 
     def __call__(self, model: "nn.Module", split: str) -> "tuple[Source, Features]":
-        from sima_attn.train.data import open_data
-        from sima_attn.train.data.sources import check_same_classes
-        from sima_attn.train.features import extract, with_workers
+        from sima_attn.data import open_data
+        from sima_attn.data.sources import check_same_classes
+        from sima_attn.probe.features import extract, with_workers
 
         source = open_data(self.path, split)
         if self.taken is not None:

@@ -45,7 +45,7 @@ def resolved(
 
     An option that is None or False was not given.
     """
-    from sima_attn.train.recipes import with_overrides
+    from sima_attn._settings import with_overrides
     from sima_attn.train.run import RunFolder
 
     # Going on needs no recipe named: the folder knows it. One that is named is compared.
@@ -133,9 +133,9 @@ def eval_command(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
 ) -> None:
     """Top-1 and top-5 of a model on the val images, at any size, with and without token_ref."""
-    from sima_attn.bench.rows import processor_name, write_rows
-    from sima_attn.bench.tables import TextTable
     from sima_attn.models.pretrained import weights_file
+    from sima_attn.report.rows import processor_name, write_rows
+    from sima_attn.report.tables import TextTable
     from sima_attn.train.evaluate import evaluate, load_trained
 
     device = resolve_device(device)
@@ -184,7 +184,7 @@ def eval_command(
 @app.command("recipes")
 def recipes_command() -> None:
     """The recipes that `sima train` and `sima dino` know."""
-    from sima_attn.train.dino_recipes import DINO_RECIPES
+    from sima_attn.dino.recipes import DINO_RECIPES
     from sima_attn.train.recipes import RECIPES
 
     for command, recipes in (("sima train", RECIPES), ("sima dino", DINO_RECIPES)):

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sima_attn._images import MAX_RESIZED_RATIO
+from sima_attn.data.images import MAX_RESIZED_RATIO
 
 Target = dict[str, Tensor]
 LEAST_SIDE = 1.0  # pixels; what a crop leaves of a box may be less, and then goes

@@ -22,7 +22,7 @@ from PIL.Image import Image
 from torch import Tensor
 
 from sima_attn._files import atomic_write
-from sima_attn._images import check_size, read_image, stored_size
+from sima_attn.data.images import check_size, read_image, stored_size
 
 # Where the files of a split lie: COCO's own folders first.
 ANNOTATION_FILES = (

@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from sima_attn._files import atomic_write
-from sima_attn._images import check_not_over, open_photos, to_rgb, unlike
+from sima_attn.data.images import check_not_over, open_photos, to_rgb, unlike
 from sima_attn.detect.mask_rcnn import SimaMaskRCNN
 from sima_attn.detect.weights import LoadedDetector
 

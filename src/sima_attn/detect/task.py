@@ -15,24 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from sima_attn._settings import to_dict
+from sima_attn.data.loader import BrokenImages, Share, batch_indices, seed_everything, steps_per_epoch
+from sima_attn.data.workers import Loader, useful_workers
 from sima_attn.detect import recipes
 from sima_attn.detect.augment import Augment, Target
 from sima_attn.detect.coco import CocoData, CocoScores, check_pycocotools, coco_scores, open_coco, to_results
 from sima_attn.detect.predict import to_tensor
 from sima_attn.detect.recipes import DetectRecipe
 from sima_attn.detect.weights import build_detector
-from sima_attn.train.data.loader import (
-    BrokenImages,
-    Loader,
-    Share,
-    batch_indices,
-    seed_everything,
-    steps_per_epoch,
-    useful_workers,
-)
+from sima_attn.report.progress import RunProgress
 from sima_attn.train.engine import Finished, Task
-from sima_attn.train.progress import RunProgress
-from sima_attn.train.recipes import to_dict
 from sima_attn.train.start import train_task
 
 if TYPE_CHECKING:

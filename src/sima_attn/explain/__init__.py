@@ -8,7 +8,7 @@ deletion    does the model need what the map says it looks at?
 drawing, figures    maps -> pictures, rows -> plots
 """
 
-from sima_attn._images import open_photo
+from sima_attn.data.images import open_photo
 from sima_attn.explain.deletion import DeletionRow, deletion_test
 from sima_attn.explain.effects import AttentionRow, attention_statistics, effect
 from sima_attn.explain.maps import heatmap, heatmaps

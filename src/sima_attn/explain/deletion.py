@@ -23,11 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sima_attn.data.loader import BrokenImages, Samples, batch_loader, evaluation_transform
+from sima_attn.data.settings import Data
+from sima_attn.data.sources import open_data
 from sima_attn.explain.reading import PARTS, read_attention
 from sima_attn.explain.subject import Subject
-from sima_attn.train.data.loader import BrokenImages, Samples, batch_loader, evaluation_transform
-from sima_attn.train.data.sources import open_data
-from sima_attn.train.recipes import Data
 
 MODES = ("deletion", "insertion")
 HIGHEST, RANDOM, LOWEST = ORDERS = ("highest first", "random", "lowest first")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sima_attn._files import atomic_write
-from sima_attn.bench.figures import check_can_plot
+from sima_attn.report.figures import check_can_plot
 
 if TYPE_CHECKING:
     from sima_attn.explain.deletion import DeletionRow

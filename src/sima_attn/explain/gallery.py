@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sima_attn._files import atomic_write
-from sima_attn._images import check_not_over, open_photo, open_photos, unlike
+from sima_attn.data.images import check_not_over, open_photo, open_photos, unlike
 from sima_attn.explain.drawing import Tile, effect_overlay, overlay, sheet, shrink
 from sima_attn.explain.effects import effect_scores, signed_unit
 from sima_attn.explain.maps import raw_scores, spread, to_map

@@ -18,7 +18,7 @@ import numpy as np
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sima_attn._images import open_photo
+from sima_attn.data.images import open_photo
 from sima_attn.explain.reading import Grid, Reading, read_attention
 from sima_attn.explain.subject import subject_of
 

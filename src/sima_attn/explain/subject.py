@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 import sima_attn.models  # noqa: F401  registers our names with timm
-from sima_attn._images import to_rgb
 from sima_attn.conversion.huggingface import is_pretrained_model
+from sima_attn.data.images import to_rgb
 from sima_attn.explain.reading import Reading, read_attention
 from sima_attn.models.weights import read_state_dict
 from sima_attn.nn.token_ref import sima_modules, trained_at

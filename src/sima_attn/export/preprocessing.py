@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sima_attn._images import cut_ends
+from sima_attn.data.images import cut_ends
 
 if TYPE_CHECKING:
     from PIL.Image import Image

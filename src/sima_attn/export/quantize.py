@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from sima_attn._images import ENDINGS, images_in, open_photo
 from sima_attn._version import __version__
-from sima_attn.bench.rows import cpu_name, today
-from sima_attn.bench.tables import TextTable
-from sima_attn.export.audit_model import audit
+from sima_attn.audit.model import audit
+from sima_attn.data.images import ENDINGS, images_in, open_photo
 from sima_attn.export.onnx import check_installed, write_checked, write_metadata
 from sima_attn.export.preprocessing import Preprocessing
 from sima_attn.export.runtimes import OnnxRuntime, Session, labels_in, open_model, read_metadata
+from sima_attn.report.rows import cpu_name, today
+from sima_attn.report.tables import TextTable
 
 if TYPE_CHECKING:
     import onnx
@@ -116,7 +116,7 @@ def open_images(
 
     The folder is one that `sima train` reads, or one with image files in it, which then have no labels.
     """
-    from sima_attn.train.data.sources import open_data
+    from sima_attn.data.sources import open_data
 
     if "preprocessing" not in metadata:
         raise ValueError("the file does not say how its images are prepared: export it again with `sima export`")

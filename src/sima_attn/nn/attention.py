@@ -14,14 +14,7 @@ from torch import Tensor, nn
 
 from sima_attn._errors import unknown_name
 from sima_attn.nn.leaf_module import LeafModule
-from sima_attn.ops.api import (
-    check_mask,
-    check_options,
-    folds_projection,
-    plan,
-    sima_attention,
-    sima_attention_qkv,
-)
+from sima_attn.ops.api import check_mask, check_options, folds_projection, plan, sima_attention, sima_attention_qkv
 from sima_attn.ops.cost import AttentionShape, Cost, sima_cost
 from sima_attn.ops.eager import NORMS, compute_dtype, sima_eager, without_autocast
 from sima_attn.ops.reference import sima_matrix_reference

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from sima_attn.bench.timing import time_interleaved
+from sima_attn.audit import audit
 from sima_attn.conversion import convert
 from sima_attn.explain.effects import effect_scores
 from sima_attn.explain.maps import unit_range
 from sima_attn.explain.reading import Layer, Reading, read_attention
 from sima_attn.explain.subject import Subject
-from sima_attn.export import audit
 from sima_attn.nn.attention import SimAttention
 from sima_attn.nn.baselines.softmax import SoftmaxAttention
+from sima_attn.report.timing import time_interleaved
 from sima_attn.serve.limits import Limits, Refusal
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from PIL import Image, UnidentifiedImageError
 
-from sima_attn._images import ENDINGS, check_size, images_in, make_upright, to_rgb
+from sima_attn.data.images import ENDINGS, check_size, images_in, make_upright, to_rgb
 from sima_attn.serve.limits import Limits, Refusal
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")

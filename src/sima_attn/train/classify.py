@@ -18,12 +18,12 @@ from timm.data import Mixup
 from timm.layers import DropPath
 from torch import Tensor, nn
 
+from sima_attn._settings import to_dict
 from sima_attn.conversion import convert
-from sima_attn.train import recipes
-from sima_attn.train.data import open_data
-from sima_attn.train.data.augment import augment_batch, erase
-from sima_attn.train.data.cache import Cache, normalise
-from sima_attn.train.data.loader import (
+from sima_attn.data import open_data
+from sima_attn.data.augment import augment_batch, erase
+from sima_attn.data.cache import Cache, normalise
+from sima_attn.data.loader import (
     Batch,
     BrokenImages,
     Share,
@@ -32,9 +32,10 @@ from sima_attn.train.data.loader import (
     steps_per_epoch,
     training_batches,
 )
-from sima_attn.train.data.sources import check_same_classes
+from sima_attn.data.sources import check_same_classes
+from sima_attn.report.progress import RunProgress
+from sima_attn.train import recipes
 from sima_attn.train.engine import Finished, Task
-from sima_attn.train.progress import RunProgress
 from sima_attn.train.recipes import Recipe
 from sima_attn.train.start import train_task
 
@@ -248,7 +249,7 @@ def train_classifier(
         recipe,
         out,
         build=Classification,
-        about=lambda task: {"recipe": recipes.to_dict(recipe), "classes": task.classes, "images": len(task.source)},
+        about=lambda task: {"recipe": to_dict(recipe), "classes": task.classes, "images": len(task.source)},
         weights=lambda task: task.model,
         title=f"{recipe.name}: {recipe.model.name}, {recipe.model.attention or 'its own'} attention",
         command="train",

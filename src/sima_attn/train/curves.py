@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sima_attn.bench.figures import check_can_plot
+from sima_attn.report.figures import check_can_plot
 from sima_attn.train.logs import read_log
 
 

@@ -23,11 +23,11 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
 from sima_attn._devices import resolve_device
+from sima_attn.data.loader import seed_everything
 from sima_attn.models.compiled import compile_blocks
+from sima_attn.report.progress import RunProgress
 from sima_attn.train.checkpoint import load_newest, save_checkpoint
-from sima_attn.train.data.loader import seed_everything
 from sima_attn.train.logs import CsvLog, TensorBoard
-from sima_attn.train.progress import RunProgress
 from sima_attn.train.recipes import Optim, Run, Schedule, StepSchedule
 from sima_attn.train.recorded import RecordedPass
 from sima_attn.train.run import RunFolder

@@ -20,17 +20,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sima_attn._files import atomic_write
-from sima_attn.bench.rows import today
+from sima_attn.data import Source, open_data
+from sima_attn.data.loader import Batch, BrokenImages, evaluation_batches
+from sima_attn.data.settings import Data
+from sima_attn.data.sources import few_of
 from sima_attn.models.pretrained import weights_file
 from sima_attn.nn.token_ref import trained_at
+from sima_attn.report.rows import today
 from sima_attn.train import recipes
 from sima_attn.train.checkpoint import checkpoints, load_checkpoint
 from sima_attn.train.classify import build_model, create_model, output_at
-from sima_attn.train.data import Source, open_data
-from sima_attn.train.data.loader import Batch, BrokenImages, evaluation_batches
-from sima_attn.train.data.sources import few_of
 from sima_attn.train.recipe_files import check_size, class_names_in, recipe_from_file, without_sources
-from sima_attn.train.recipes import Data, Recipe
+from sima_attn.train.recipes import Recipe
 from sima_attn.train.run import RunFolder
 
 

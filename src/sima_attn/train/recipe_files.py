@@ -20,7 +20,7 @@ from timm.models import build_model_with_cfg
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from sima_attn.train.recipes import from_dict
+from sima_attn._settings import from_dict
 
 AnyRecipe = TypeVar("AnyRecipe")
 # Arguments of timm that say where weights come from. A user may start a run with them; whoever loads its weights, or

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from sima_attn._files import atomic_write
+from sima_attn._settings import differences, to_dict
 from sima_attn._version import __version__
 from sima_attn.train.checkpoint import checkpoints
 from sima_attn.train.recipe_files import recipe_from_file
-from sima_attn.train.recipes import Recipe, differences, to_dict
+from sima_attn.train.recipes import Recipe
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 from sima_attn._files import DiskFullError, atomic_write, disk_full_reason, remove_leftovers
-from sima_attn.bench.figures import check_can_plot
+from sima_attn.report.figures import check_can_plot
+from sima_attn.report.progress import RunProgress
 from sima_attn.train.checkpoint import checkpoints
 from sima_attn.train.curves import plot_learning_curve
 from sima_attn.train.engine import Finished, Settings, Task, fit, start_fabric
-from sima_attn.train.progress import RunProgress
 from sima_attn.train.recipe_files import sources_in, without_sources
 from sima_attn.train.recorded import check_can_be_recorded
 from sima_attn.train.run import RunFolder

@@ -6,8 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -54,35 +53,3 @@ class StopSignals:
         elif time.monotonic() - self.received_at > SAME_SIGNAL:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-
-
-@contextmanager
-def termination_blocked() -> Iterator[None]:
-    """Start within it the processes that call `leave_signals_to_parent`: all their threads have SIGTERM blocked.
-
-    Libraries start threads in a forked process before any code of ours runs in it.
-    """
-    if not hasattr(signal, "sigwaitinfo"):  # macOS does not say who sent a signal
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def leave_signals_to_parent(worker: int = 0) -> None:
-    """Let a data worker go on when its whole process group is signalled: the step in progress needs it.
-
-    It still ends when its parent terminates it, and soon after its parent has ended.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if hasattr(signal, "sigwaitinfo"):
-        threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != os.getppid():
-        pass
-    os._exit(0)

@@ -1,0 +1,332 @@
+"""Model or ONNX file -> what it costs, and every exp-like function it evaluates.
+
+"Exp-like" is what `ops.exp_counter` says: exp, softmax, sigmoid, tanh, erf, the activations made of them, and powers
+whose exponent is computed.
+The paper counts exp() in attention only; the audit counts the whole network and tells the two parts apart.
+"""
+
+from __future__ import annotations
+
+import difflib
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from sima_attn.audit.report import AuditReport, ExpCall, show_shapes
+from sima_attn.ops.exp_counter import ExpCounter
+
+InputSize = int | tuple[int, int, int] | Tensor | tuple[Tensor, ...]
+
+# exp() in attention as the paper counts it, for classes that are not ours. Class attention is not in its
+# tables; one query against N keys is HN.
+EXPS_IN_PAPER = {
+    "timm.layers.attention.Attention": "HN^2",
+    "timm.models.xcit.XCA": "HD^2",
+    "timm.models.cait.ClassAttn": "HN",
+    "torch.nn.modules.activation.MultiheadAttention": "HN^2",
+    "sima_attn.nn.class_attention.SimClassAttention": "0",
+    "sima_attn.nn.cross_attention.SimCrossAttention": "0",
+    "sima_attn.nn.multihead.SimMultiheadAttention": "0",
+}
+
+
+def audit(model: nn.Module | str | Path, input_size: InputSize | None = None) -> AuditReport:
+    """Parameters, MACs, activation memory and every exp-like call of a model or an .onnx file.
+
+    `input_size` is the side of a square RGB image, (C, H, W), a tensor, or a tuple of example inputs. The default
+    is 224 for a module; for an ONNX file it is what the file says, and a given size fixes the sizes left open.
+
+    A module runs twice on one input, in eval mode without autograd, and is left as it was: once with softmax
+    attention in plain products, which gives MACs and exp-like calls by module, and once as usual, which gives
+    the memory. An ONNX file is read, not run: see `export.audit_onnx`.
+
+    A call is "in attention" by the classes of the modules around it, the innermost first. A class is an attention
+    if its name, or that of a base class, contains "attn" or "attention", or is timm's XCA: so are all of ours,
+    torch's MultiheadAttention, and those of timm and transformers. An MLP ("mlp", "feedforward" or "ffn" in the
+    name) is not attention, wherever it lies. A class named an attention that holds another may be a block around
+    it (timm's ClassAttentionBlock) or the attention itself (transformers' CvtSelfAttention, with its
+    projections): what it calls in its own forward and every softmax below it count, other activations do not.
+    """
+    if isinstance(model, nn.Module):
+        return _audit_module(model, 224 if input_size is None else input_size)
+    if isinstance(model, str | Path):
+        from sima_attn.audit.onnx import audit_onnx  # needs the report above
+
+        return audit_onnx(Path(model), None if input_size is None else input_shapes(input_size))
+    raise ValueError(f"audit takes a torch module or the path of an .onnx file, got {type(model).__name__}")
+
+
+def audit_named(name: str, size: int | None = None) -> AuditReport:
+    """Audit of a timm model by its name, or of an .onnx file; `size` is the image side, by default its own."""
+    if name.endswith(".onnx"):
+        return audit(name, size)
+    import timm
+
+    import sima_attn.models  # noqa: F401  registers our names with timm
+
+    if not timm.is_model(name):
+        near = difflib.get_close_matches(name, timm.list_models(), n=5)
+        hint = f"nearest: {', '.join(near)}" if near else "timm.list_models() lists all names"
+        raise ValueError(f"unknown model {name!r}; {hint}; a file must end in .onnx")
+    model = _create_timm_model(name, size)
+    config: dict[str, Any] = getattr(model, "pretrained_cfg", {})
+    channels, *own = config.get("input_size", (3, 224, 224))
+    height, width = own if size is None else (size, size)
+    return replace(audit(model, (channels, height, width)), name=name)
+
+
+def assert_exp_free(model: nn.Module | str | Path, input_size: InputSize | None = None) -> None:
+    """Raise AssertionError naming every exp-like call that is left in the whole network."""
+    report = audit(model, input_size)
+    if report.is_exp_free:
+        return
+    listed = [
+        f"  {call.module or '(model)'}: {call.kind} on {call.shown_count} elements ({call.part})"
+        for call in report.calls
+    ]
+    raise AssertionError(f"{report.name} is not exp-free: {report.summary()}\n" + "\n".join(listed))
+
+
+class Parts:
+    """Tells attention from the rest by the classes of the modules, as `audit` describes it.
+
+    `classes` maps the dotted path of each module to the names of its class and base classes.
+    """
+
+    def __init__(self, classes: Mapping[str, Iterable[str]]) -> None:
+        named = {path for path, names in classes.items() if any(map(_is_attention, names))}
+        self.holders = named & {parent for path in named for parent in _parents(path)}
+        self.attentions = named - self.holders
+        self.mlps = {path for path, names in classes.items() if any(map(_is_mlp, names))} - named
+
+    def attention_of(self, path: str, kind: str) -> str | None:
+        """Path of the attention to which a call of `kind` in the module `path` belongs, or None."""
+        for scope in (path, *_parents(path)):
+            if scope in self.mlps:
+                return None
+            if scope in self.attentions:
+                return scope
+            if scope in self.holders and (scope == path or "softmax" in kind.lower()):
+                return scope
+        return None
+
+    def distinct(self, ran: Iterable[str], with_exps: Set[str | None]) -> list[str]:
+        """The attentions among the modules that ran; a part of one that calls exp itself is not another."""
+        busy = self.holders & with_exps
+        return [path for path in ran if path in self.attentions | busy and busy.isdisjoint(_parents(path))]
+
+
+def input_shapes(input_size: InputSize) -> tuple[tuple[int, ...], ...]:
+    """Shape of every input, batch included, for any form of `input_size`."""
+    if isinstance(input_size, Tensor):
+        return (tuple(input_size.shape),)
+    if isinstance(input_size, tuple | list) and input_size:
+        if all(isinstance(part, Tensor) for part in input_size):
+            return tuple(tuple(part.shape) for part in input_size if isinstance(part, Tensor))
+        if len(input_size) == 3 and all(_is_size(part) for part in input_size):
+            return ((1, *(int(part) for part in input_size)),)
+    if _is_size(input_size):
+        return ((1, 3, int(input_size), int(input_size)),)  # type: ignore[arg-type]
+    raise ValueError(
+        f"input_size must be an image side such as 224, (channels, height, width), a tensor, or a tuple of "
+        f"tensors, got {input_size!r}"
+    )
+
+
+class _ExpByModule(ExpCounter):
+    """Counts by the path of the module that runs, which the hooks of `watch` follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running = [""]
+        self.by_module: Counter[tuple[str, str]] = Counter()  # keeps the order of the first calls
+        self.entered: dict[str, None] = {}
+
+    def add(self, name: str, count: int) -> None:
+        super().add(name, count)
+        kind = "softmax" if name == "safe_softmax" else name  # torch's own name inside plain-product attention
+        self.by_module[self.running[-1], kind] += count
+
+    @contextmanager
+    def watch(self, model: nn.Module) -> Iterator[None]:
+        """Follow the forward through the modules of `model`; no hook stays behind."""
+        with ExitStack() as hooks:
+            for path, module in model.named_modules():
+
+                def enter(_module: nn.Module, _args: Any, path: str = path) -> None:
+                    self.running.append(path)
+                    self.entered[path] = None
+
+                def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
+                    self.running.pop()
+
+                hooks.callback(module.register_forward_pre_hook(enter).remove)
+                # A model may catch what a part of it raises: then the part has ended too.
+                hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
+            yield
+
+
+class _LiveBytes(TorchDispatchMode):
+    """`peak` is the most bytes alive at one time in tensors made under this mode."""
+
+    def __init__(self, given: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.known = {tensor.untyped_storage()._cdata for tensor in given}
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
+                self._add(tensor.untyped_storage())
+        return out
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self.known:  # a view, or written in place
+            return
+        self.known.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._drop, key, size).atexit = False
+
+    def _drop(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.now -= size
+
+
+def _audit_module(model: nn.Module, input_size: InputSize) -> AuditReport:
+    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps; under the counters it runs uncompiled
+    name = type(model).__name__
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ValueError(f"{name} is a TorchScript module, whose parts cannot be followed: audit the module it is from")
+    shapes = input_shapes(input_size)
+    inputs = _example_inputs(model, input_size)
+    exps = _ExpByModule()
+    flops = FlopCounterMode(display=False)
+    try:
+        with _as_in_inference(model):
+            # Older torch has no FLOP formula for the fused CPU attention, so here it runs as plain products.
+            with exps.watch(model), sdpa_kernel(SDPBackend.MATH), flops, exps:
+                model(*inputs)
+            memory = _LiveBytes([*model.parameters(), *model.buffers(), *inputs])
+            with memory:
+                model(*inputs)
+    except Exception as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise ValueError(
+            f"{name} cannot run on an input of {show_shapes(shapes)} ({type(error).__name__}: {reason}); pass the "
+            "input_size it was built for: an image side, (channels, height, width), or example tensors"
+        ) from error
+
+    modules = dict(model.named_modules())
+    parts = Parts({path: [base.__name__ for base in type(module).__mro__] for path, module in modules.items()})
+    with_exps = {parts.attention_of(path, kind) for path, kind in exps.by_module}
+    return AuditReport(
+        name=name,
+        input_size=shapes,
+        params=sum(parameter.numel() for parameter in model.parameters()),
+        macs=flops.get_total_flops() // 2,
+        activation_bytes=memory.peak,
+        calls=tuple(
+            ExpCall(path, kind, count, in_attention=parts.attention_of(path, kind) is not None)
+            for (path, kind), count in exps.by_module.items()
+        ),
+        in_paper=_distinct(
+            in_paper(type(modules[path]), evaluates_exp=path in with_exps)
+            for path in parts.distinct(exps.entered, with_exps)
+        ),
+    )
+
+
+def in_paper(cls: type | str, evaluates_exp: bool) -> str:
+    """exp() of an attention class (or its full name) in the paper's symbols; "?" where it is not known."""
+    if isinstance(cls, str):
+        from sima_attn.nn.registry import ATTENTIONS
+
+        ours = {full_name(attention): attention.exps_in_paper for attention in ATTENTIONS.values()}
+        symbol = EXPS_IN_PAPER.get(cls) or ours.get(cls)
+    else:
+        symbol = EXPS_IN_PAPER.get(full_name(cls)) or getattr(cls, "exps_in_paper", None)
+    return symbol or ("?" if evaluates_exp else "0")
+
+
+def full_name(cls: type) -> str:
+    """Module and name of a class, as exporters write it."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _example_inputs(model: nn.Module, input_size: InputSize) -> tuple[Tensor, ...]:
+    if isinstance(input_size, Tensor):
+        return (input_size.detach(),)
+    if isinstance(input_size, tuple | list) and isinstance(input_size[0], Tensor):
+        return tuple(tensor.detach() for tensor in input_size if isinstance(tensor, Tensor))
+    image = torch.rand(input_shapes(input_size)[0], generator=torch.Generator().manual_seed(0))
+    like = next((p for p in model.parameters() if p.is_floating_point()), None)
+    return (image if like is None else image.to(like),)
+
+
+@contextmanager
+def _as_in_inference(model: nn.Module) -> Iterator[None]:
+    """Eval mode without autograd; torch's one-kernel encoder layer, which hides its parts, is off."""
+    modes = {module: module.training for module in model.modules()}
+    # torch's FLOP counter fails on a parameter that is the input of a module and asks for a gradient.
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    fastpath = torch.backends.mha.get_fastpath_enabled()
+    try:
+        torch.backends.mha.set_fastpath_enabled(False)
+        model.eval()
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        with torch.no_grad():
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fastpath)
+        for module, training in modes.items():
+            module.training = training
+        for parameter in trained:
+            parameter.requires_grad_()
+
+
+def _create_timm_model(name: str, size: int | None) -> nn.Module:
+    import timm
+
+    if size is not None:
+        with suppress(TypeError):  # convolutional models take any size and have no such option
+            return timm.create_model(name, pretrained=False, img_size=size)
+    return timm.create_model(name, pretrained=False)
+
+
+def _is_attention(name: str) -> bool:
+    return name == "XCA" or "attn" in name.lower() or "attention" in name.lower()
+
+
+def _is_mlp(name: str) -> bool:
+    return any(word in name.lower() for word in ("mlp", "feedforward", "ffn"))
+
+
+def _parents(path: str) -> list[str]:
+    """The paths around a dotted path, innermost first."""
+    if not path:
+        return []
+    words = path.split(".")
+    return [".".join(words[:n]) for n in range(len(words) - 1, -1, -1)]
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _distinct(items: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(items))

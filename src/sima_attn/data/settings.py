@@ -1,0 +1,93 @@
+"""Settings of a recipe that describe images: which, of what size, and how training varies them."""
+
+from dataclasses import dataclass
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+CROPS = ("resized", "padded", "none")
+INTERPOLATIONS = ("bicubic", "bilinear")
+
+
+@dataclass(frozen=True)
+class Data:
+    """Where the images come from, and their size.
+
+    Attributes:
+        path: A folder, or "digits"; see `open_data`.
+        size: Side of the square images in pixels.
+        crop_ratio: Share of the resized image that evaluation keeps.
+        interpolation: Of every resize: bicubic or bilinear.
+        mean, std: What the channels, in [0, 1], are normalised by.
+        workers: Processes that decode. The batches do not depend on their number.
+        cache: Decode everything once, keep it on the device and augment whole batches there.
+    """
+
+    path: str
+    size: int = 224
+    crop_ratio: float = 1.0
+    interpolation: str = "bicubic"
+    mean: tuple[float, float, float] = IMAGENET_MEAN
+    std: tuple[float, float, float] = IMAGENET_STD
+    workers: int = 8
+    cache: bool = False
+
+
+@dataclass(frozen=True)
+class Augment:
+    """How training images are varied.
+
+    Attributes:
+        crop: "resized" takes a random part (of `scale` of the area) to full size; "padded" shifts by up to `padding`
+            pixels; "none" keeps the image.
+        flip: Probability of a mirror image.
+        color_jitter: Strength. Left out where RandAugment is on, as timm and the authors do.
+        randaugment: timm's configuration string; None is off. Not with a device cache.
+        erasing: Probability of random erasing, filled with noise.
+        repeats: Times each image occurs in a row (repeated augmentation); epochs keep their length.
+        mixup, cutmix: Their alphas; 0 is off. One draw a batch.
+        mix_prob, switch_prob: Probability of mixing at all, and of cutmix where both are on.
+        smoothing: Of the labels.
+    """
+
+    crop: str = "resized"
+    scale: tuple[float, float] = (0.08, 1.0)
+    padding: int = 0
+    flip: float = 0.5
+    color_jitter: float = 0.0
+    randaugment: str | None = None
+    erasing: float = 0.0
+    repeats: int = 1
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    mix_prob: float = 1.0
+    switch_prob: float = 0.5
+    smoothing: float = 0.0
+
+
+@dataclass(frozen=True)
+class Crops:
+    """The views of an image. A global crop has the side data.size.
+
+    Attributes:
+        global_count, local_count: Crops of an image. The teacher sees the global ones, the student all.
+        global_scale, local_scale: Least and greatest share of the image's area.
+        local_size: Side of a local crop in pixels.
+        flip: Probability of a mirror image.
+        jitter, strength: Probability of a change of colours, and how far brightness, contrast, saturation and hue go.
+        grey: Probability of a grey image.
+        blur: Probability in the first global crop, in the other global ones, in the local ones.
+        blur_sigma: Least and greatest deviation of the blur in pixels.
+        solarise: Probability in the global crops after the first.
+    """
+
+    global_count: int = 2
+    global_scale: tuple[float, float] = (0.4, 1.0)
+    local_count: int = 8
+    local_size: int = 96
+    local_scale: tuple[float, float] = (0.05, 0.4)
+    flip: float = 0.5
+    jitter: float = 0.8
+    strength: tuple[float, float, float, float] = (0.4, 0.4, 0.2, 0.1)
+    grey: float = 0.2
+    blur: tuple[float, float, float] = (1.0, 0.1, 0.5)
+    blur_sigma: tuple[float, float] = (0.1, 2.0)
+    solarise: float = 0.2

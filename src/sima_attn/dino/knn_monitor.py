@@ -1,0 +1,106 @@
+"""k-NN while a run goes: how good the teacher's features are, without waiting for its end.
+
+Shapes: B batch, n images, C channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sima_attn.data import Source, open_data
+from sima_attn.data.cache import Cache, Decoded, decode_once, normalise
+from sima_attn.data.loader import Batch, BrokenImages, Share, evaluation_batches
+from sima_attn.data.sources import check_same_classes
+from sima_attn.dino.recipes import DinoRecipe
+from sima_attn.probe.features import Subset
+from sima_attn.probe.knn import knn_accuracy
+from sima_attn.report.progress import RunProgress
+
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
+
+
+class KnnProbe:
+    """k-NN while a run goes: a backbone -> accuracy on the val images in percent, among some of the training images."""
+
+    def __init__(
+        self,
+        recipe: DinoRecipe,
+        fabric: Fabric,
+        share: Share,
+        train: Source,
+        decoded: Decoded,
+        progress: RunProgress,
+    ) -> None:
+        self.recipe, self.fabric, self.share, self.classes = recipe, fabric, share, len(train.classes)
+        val = open_data(recipe.data.path, "val")
+        check_same_classes(train, val)
+        count = min(recipe.probe.bank, len(train))
+        if count < recipe.probe.k:
+            raise ValueError(f"probe.k={recipe.probe.k} is more than the {count} training images; make it smaller")
+        bank = Subset(train, np.linspace(0, len(train) - 1, count).round().astype(int))
+        if recipe.data.cache:
+            decode_once(decoded, "val", val, recipe.data, fabric.device, progress)
+        self.bank = (bank, bank.indices, decoded.get("train"), BrokenImages(bank, progress.say))
+        self.val = (val, np.arange(len(val)), decoded.get("val"), BrokenImages(val, progress.say))
+
+    def __call__(self, backbone: nn.Module) -> dict[str, float]:
+        """knn_top1 and knn_top5, over all processes: each looks for the neighbours of its share of the val images."""
+        probe, world = self.recipe.probe, self.share.world
+        bank, bank_labels = self.features(backbone, *self.bank)
+        if world > 1:
+            parts: list[Any] = [None] * world
+            torch.distributed.all_gather_object(parts, (bank.cpu(), bank_labels.cpu()))
+            bank, bank_labels = (torch.cat(list(tensors)) for tensors in zip(*parts, strict=True))
+        queries, labels = self.features(backbone, *self.val)
+        found = knn_accuracy(
+            queries,
+            labels,
+            bank,
+            bank_labels,
+            classes=self.classes,
+            k=[probe.k],
+            temperature=probe.temperature,
+            device=self.fabric.device,
+        )[0]
+        counts = torch.tensor([found.top1, found.top5, 1.0], dtype=torch.float64) * len(labels)
+        if world > 1:
+            counts = self.fabric.all_reduce(counts.to(self.fabric.device), reduce_op="sum")  # type: ignore[assignment]
+        top1, top5, images = counts.tolist()
+        return {"knn_top1": top1 / images, "knn_top5": top5 / images}
+
+    @torch.no_grad()
+    def features(
+        self, backbone: nn.Module, source: Source, indices: np.ndarray, cache: Cache | None, broken: BrokenImages
+    ) -> tuple[Tensor, Tensor]:
+        """Features [n, C] and labels [n] of this process's share."""
+        features, labels = [], []
+        for images, numbers in self.batches(source, indices, cache, broken):
+            with self.fabric.autocast():
+                features.append(backbone(images).float())
+            labels.append(numbers)
+        broken.gather()
+        if not features:
+            raise ValueError(f"process {self.share.rank} has none of the {len(source)} images to look at; use fewer")
+        return torch.cat(features), torch.cat(labels)
+
+    def batches(
+        self, source: Source, indices: np.ndarray, cache: Cache | None, broken: BrokenImages
+    ) -> Iterator[Batch]:
+        """Every readable image of this process once; `indices` are those of the images in the cache."""
+        share, data, batch = self.share, self.recipe.data, max(self.share.piece, 1)
+        if cache is None:
+            yield from evaluation_batches(
+                source, data, batch, device=self.fabric.device, broken=broken, rank=share.rank, world=share.world
+            )
+            return
+        mine = indices[cache.good[indices]][share.rank :: share.world]
+        for part in np.split(mine, range(batch, len(mine), batch)):
+            if len(part):
+                images, labels = cache.take(part)
+                yield Batch(normalise(images.float() / 255, data), labels)

@@ -1,0 +1,70 @@
+"""Features -> a picture of some classes as points in two dimensions. Shapes: n images, W width of the features."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from sima_attn._errors import unknown_name
+from sima_attn.probe.features import Features, evenly
+from sima_attn.report.figures import check_can_plot
+
+MAPS = ("pca", "tsne")
+
+
+def principal_components(values: np.ndarray, count: int = 2) -> np.ndarray:
+    """Features [n, W] -> their coordinates [n, count] along the directions of greatest variance."""
+    centred = np.asarray(values, dtype=np.float64)
+    centred = centred - centred.mean(0)
+    _, vectors = np.linalg.eigh(centred.T @ centred)  # W x W, whatever n is; rising eigenvalues
+    axes = vectors[:, ::-1][:, :count]
+    signs = np.sign(axes[np.abs(axes).argmax(0), np.arange(axes.shape[1])])  # the same picture every time
+    return centred @ (axes * signs)
+
+
+def two_dimensions(values: np.ndarray, method: str = "pca", seed: int = 0) -> np.ndarray:
+    """Features [n, W], made of length 1 -> points [n, 2], by principal components or t-SNE (scikit-learn)."""
+    if method not in MAPS:
+        raise unknown_name("map", method, MAPS)
+    unit = np.asarray(values, dtype=np.float64)
+    unit = unit / np.maximum(np.linalg.norm(unit, axis=1, keepdims=True), 1e-12)
+    if method == "pca":
+        return principal_components(unit)
+    try:
+        from sklearn.manifold import TSNE
+    except ImportError:
+        raise ValueError("t-SNE needs scikit-learn, which is not installed: pip install 'sima-attn[data]'") from None
+    perplexity = min(30.0, (len(unit) - 1) / 3)
+    return TSNE(perplexity=perplexity, init="pca", random_state=seed).fit_transform(unit.astype(np.float32))
+
+
+def plot_feature_map(
+    features: Features, path: Path, *, method: str = "pca", classes: int = 10, per_class: int = 100, title: str = ""
+) -> None:
+    """A picture of the features of some classes, evenly chosen, as points in two dimensions."""
+    check_can_plot()
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    chosen = evenly(len(features.classes), classes)
+    rows = np.concatenate([np.flatnonzero(features.labels == label)[:per_class] for label in chosen])
+    if len(rows) < 4:
+        raise ValueError(f"a map needs a few images, the chosen {len(chosen)} classes have {len(rows)}")
+    points, labels = two_dimensions(features.values[rows], method), features.labels[rows]
+    figure, axes = plt.subplots(figsize=(7.5, 6), layout="constrained")
+    colours = plt.get_cmap("tab10" if len(chosen) <= 10 else "tab20")
+    for i, label in enumerate(chosen):
+        mine = points[labels == label]
+        axes.scatter(
+            mine[:, 0], mine[:, 1], s=14, color=colours(i % colours.N), label=features.classes[label], alpha=0.8
+        )
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.set_title(title)
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

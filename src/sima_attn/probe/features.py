@@ -1,0 +1,441 @@
+"""A trained model and images -> frozen features, taken once and kept on disk under a key of weights and data.
+
+Shapes: B batch, n images, N tokens, C channels, W width of the features.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sima_attn._errors import unknown_name
+from sima_attn._files import DiskFullError, disk_full_reason
+from sima_attn.data.cache import Cache, normalise
+from sima_attn.data.images import READER_VERSION
+from sima_attn.data.loader import BrokenImages, evaluation_batches, seed_everything
+from sima_attn.data.settings import Data
+from sima_attn.data.sources import Source
+from sima_attn.dino import recipes as dino_recipes
+from sima_attn.dino.recipes import DinoRecipe
+from sima_attn.nn.token_ref import set_class_token_ref, set_token_ref
+from sima_attn.probe.settings import Probe
+from sima_attn.train.checkpoint import checkpoints, load_checkpoint
+from sima_attn.train.classify import build_model, create_model
+from sima_attn.train.evaluate import load_trained, load_weights, read_weights
+from sima_attn.train.recipe_files import check_size, recipe_from_file, without_sources
+from sima_attn.train.run import RunFolder
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+BRANCHES = ("teacher", "student")
+FEW_IMAGES, MOST_WORKERS = 4096, 16  # so many are decoded before a process to decode them has started
+DTYPES = ("float16", "float32")
+TAKING = ".taking-"  # begins the names of folders that features are being written to
+
+
+class Subset(Source):
+    """Some images of a source."""
+
+    def __init__(self, source: Source, indices: np.ndarray) -> None:
+        self.source, self.indices = source, indices
+        self.classes, self.labels = source.classes, source.labels[indices]
+
+    def name(self, index: int) -> str:
+        """What to call a sample in a message."""
+        return self.source.name(int(self.indices[index]))
+
+    def read(self, index: int) -> Image:
+        """The image, RGB."""
+        return self.source.read(int(self.indices[index]))
+
+
+class Backbone(NamedTuple):
+    """A model without classifier, the data it was made for, and how its recipe has its features judged."""
+
+    model: nn.Module
+    data: Data
+    probe: Probe
+
+
+class Features(NamedTuple):
+    """Features [n, W], on disk or in memory, labels [n], and which images of the source they are of [n]."""
+
+    values: np.ndarray
+    labels: np.ndarray
+    indices: np.ndarray
+    classes: list[str]
+
+
+def build_backbone(recipe: DinoRecipe) -> nn.Module:
+    """The model of a recipe without classifier: images -> features [B, C]."""
+    model: Any = build_model(recipe.model, 0)
+    if recipe.distill.class_token_ref:
+        set_class_token_ref(model, recipe.data.size)
+    if recipe.distill.token_ref:
+        set_token_ref(model, recipe.data.size)
+    return model.train()
+
+
+def load_backbone(what: str | Path, *, branch: str = "teacher", seed: int = 0) -> Backbone:
+    """A model from a run of `sima dino` or `sima train` (folder, checkpoint, weights), or a new one by timm's name.
+
+    Args:
+        what: Path or model name. A name gives the weights that come with the package, or random ones: the line that
+            every training must beat.
+        branch: "teacher" or, from a DINO checkpoint, "student".
+        seed: Of the random weights.
+    """
+    if branch not in BRANCHES:
+        raise unknown_name("branch", branch, BRANCHES)
+    path = Path(what)
+    if path.is_dir():
+        path = _file_of_run(RunFolder(path), branch)
+    about, weights = _read(path, branch)
+    if about.get("task") == "dino":
+        if "recipe" not in about:
+            raise ValueError(f"{path} does not say which model it is of: its recipe is missing")
+        recipe = without_sources(recipe_from_file(DinoRecipe, about["recipe"], path, dino_recipes.check))
+        check_size(partial(create_model, recipe.model, 0), weights, path)
+        model = build_backbone(recipe)
+        load_weights(model, weights, path)
+        return Backbone(model.eval(), recipe.data, recipe.probe)
+    if branch == "student":
+        raise ValueError(f"{what} is no run of `sima dino`: it has no student; leave the branch at teacher")
+    seed_everything(seed)
+    loaded = load_trained(path if path.exists() else what)
+    model = loaded.model
+    if not hasattr(model, "reset_classifier"):
+        raise ValueError(f"{type(model).__name__} has no reset_classifier, so its features cannot be told from logits")
+    model.reset_classifier(0)  # type: ignore[operator]
+    return Backbone(model.eval(), loaded.data, Probe())
+
+
+def _file_of_run(folder: RunFolder, branch: str) -> Path:
+    """The weights of a run, or its newest checkpoint: while it runs, and for the student."""
+    if not folder.recipe_file.is_file():
+        raise FileNotFoundError(f"there is no run in {folder.path}: {folder.recipe_file.name} is missing")
+    if folder.weights.exists() and branch == "teacher":
+        return folder.weights
+    found = checkpoints(folder.checkpoints)
+    if not found:
+        raise FileNotFoundError(f"the run in {folder.path} has no checkpoint yet")
+    return found[0]
+
+
+def _read(path: Path, branch: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What a file says of itself, and for one of `sima dino` the weights of a backbone; nothing for a model's name."""
+    if path.suffix == ".safetensors" and path.is_file():
+        about, weights = read_weights(path)
+        if about.get("task") == "dino" and branch == "student":
+            raise ValueError(f"{path} holds the teacher; the student is in the run's checkpoints")
+        return about, weights
+    if path.suffix != ".pt":
+        return {}, {}
+    state = load_checkpoint(path)
+    about = state.get("about", {}) if isinstance(state, dict) else {}
+    if not isinstance(about, dict) or about.get("task") != "dino":
+        return {}, {}  # `load_trained` takes it, or says why it cannot
+    found = state.get("model") if branch == "student" else state.get("task", {}).get("teacher")
+    if found is None:
+        raise ValueError(f"the checkpoint {path} holds no {branch}")
+    prefix = "backbone."
+    return about, {name.removeprefix(prefix): w for name, w in found.items() if name.startswith(prefix)}
+
+
+class LayerFeatures(nn.Module):
+    """Images -> what the linear classifier of the paper reads [B, W], from the last layers of a model.
+
+    - XCiT: the class tokens of the last two class-attention layers and the averages over the tokens of the last two
+      self-attention layers, 4 C channels.
+    - Models with a class token among the others (ViT, CvT): the class tokens of the last four layers and the average
+      over the tokens of the last one, 5 C.
+    - Models without: the averages of the last four layers, 4 C.
+
+    Args:
+        model: Without classifier.
+        layers: Another number of layers.
+        norm: Pass the tokens through the model's last norm, as DINO does with a ViT's; the paper does not say.
+    """
+
+    def __init__(self, model: nn.Module, layers: int | None = None, norm: bool = True) -> None:
+        super().__init__()
+        self.model, self.norm = model, norm
+        inner: Any = model
+        self.class_blocks = list(getattr(inner, "cls_attn_blocks", []))
+        stages = getattr(inner, "stages", None)
+        blocks = getattr(stages[-1] if stages else inner, "blocks", None)  # CvT's class token is in its last stage
+        if blocks is None:
+            raise ValueError(f"{type(model).__name__} has no list of blocks to take layers from; use --features output")
+        self.blocks = list(blocks)
+        self.prefix = 0 if self.class_blocks else getattr(inner, "num_prefix_tokens", 0)
+        self.layers = layers if layers is not None else (2 if self.class_blocks else min(4, len(self.blocks)))
+        most = min(len(self.blocks), len(self.class_blocks) or len(self.blocks))
+        if not 1 <= self.layers <= most:
+            raise ValueError(
+                f"there is no such layer: {self.layers} layers were asked for, {type(model).__name__} has {most}"
+            )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images [B, 3, S, S] -> features [B, W]."""
+        wanted = self.blocks[-self.layers :] + self.class_blocks[-self.layers :]
+        seen: dict[nn.Module, Tensor] = {}
+
+        def keep(block: nn.Module, inputs: Any, tokens: Tensor) -> None:
+            if not isinstance(tokens, Tensor) or tokens.dim() != 3:
+                raise ValueError(f"the blocks of {type(self.model).__name__} give no tokens; use --features output")
+            seen[block] = tokens  # [B, N, C]
+
+        hooks = [block.register_forward_hook(keep) for block in wanted]
+        try:
+            self.model(images)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        tokens = [self._normed(seen[block]) for block in wanted]
+        if self.class_blocks:
+            parts = [x.mean(1) for x in tokens[: self.layers]] + [x[:, 0] for x in tokens[self.layers :]]
+        elif self.prefix:
+            parts = [x[:, 0] for x in tokens] + [tokens[-1][:, self.prefix :].mean(1)]
+        else:
+            parts = [x.mean(1) for x in tokens]
+        return torch.cat([self._normed_after_pooling(part) for part in parts], dim=1)  # [B, W]
+
+    def _normed(self, tokens: Tensor) -> Tensor:
+        norm: Any = getattr(self.model, "norm", None)
+        return norm(tokens) if self.norm and norm is not None else tokens
+
+    def _normed_after_pooling(self, pooled: Tensor) -> Tensor:
+        """timm's ViTs that average have their last norm here; elsewhere it is the identity."""
+        norm: Any = getattr(self.model, "fc_norm", None)
+        return norm(pooled) if self.norm and norm is not None else pooled
+
+
+class OutputAndLayers(nn.Module):
+    """Images -> what the model gives and what `LayerFeatures` reads, side by side [B, C + W]."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.layers, self.width = model, LayerFeatures(model), 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images [B, 3, S, S] -> features [B, C + W]."""
+        output = self.model(images)  # [B, C]
+        self.width = output.shape[1]
+        return torch.cat([output, self.layers(images)], dim=1)
+
+    def split(self, features: Features) -> tuple[Features, Features]:
+        """The features of both kinds, apart."""
+        values = features.values
+        return features._replace(values=values[:, : self.width]), features._replace(values=values[:, self.width :])
+
+
+@torch.no_grad()
+def features_of(
+    model: nn.Module,
+    cache: Cache,
+    data: Data,
+    *,
+    batch: int = 512,
+    device: str = "cpu",
+    on_step: Callable[[int, int], None] = lambda done, total: None,
+) -> Features:
+    """The features of decoded images, in memory and in half precision; nothing is kept on disk."""
+    model = model.to(device).eval()
+    parts, labels, done = [], [], 0
+    indices = np.flatnonzero(cache.good)
+    for images, numbers in cache.evaluation_batches(batch):
+        parts.append(model(normalise(images.float() / 255, data)).half())
+        labels.append(numbers)
+        done += len(numbers)
+        on_step(done, len(indices))
+    values = torch.cat(parts)
+    if not torch.isfinite(values).all():
+        raise ValueError(f"features of {type(model).__name__} are not finite in half precision")
+    return Features(values.cpu().numpy(), torch.cat(labels).cpu().numpy(), indices, cache.source.classes)
+
+
+def extract(
+    model: nn.Module,
+    source: Source,
+    data: Data,
+    folder: Path,
+    *,
+    about: str = "",
+    dtype: str = "float16",
+    batch: int = 256,
+    device: str = "cpu",
+    say: Callable[[str], None] = print,
+    on_step: Callable[[int, int], None] = lambda done, total: None,
+) -> Features:
+    """The features of all readable images, from the folder if they were taken before.
+
+    Args:
+        model: Images -> features [B, W].
+        folder: Where features are kept, one folder a key.
+        about: Further words of the key, for what the weights do not tell.
+    """
+    if dtype not in DTYPES:
+        raise unknown_name("dtype of features", dtype, DTYPES)
+    kept = folder / key_of(model, source, data, f"{about} {dtype}")
+    if not kept.is_dir():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            temporary = folder / f"{TAKING}{secrets.token_hex(8)}"
+            temporary.mkdir()  # not mkdtemp, whose folders nobody else may read, whatever the umask
+        except OSError as error:
+            raise ValueError(f"features cannot be kept in {folder}: {error.strerror}; name another --cache") from None
+        try:
+            _remove_abandoned(folder)
+            _take(model, source, data, temporary, np.dtype(dtype), batch, torch.device(device), say, on_step)
+            os.replace(temporary, kept)  # whole, or not there
+        except OSError as error:
+            if (reason := disk_full_reason(error)) is not None:
+                raise DiskFullError(f"features cannot be kept in {folder}: {reason}; name another --cache") from error
+            if not kept.is_dir():  # if it is, another command that took the same was faster
+                raise
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    indices = np.load(kept / "indices.npy")
+    values = np.load(kept / "values.npy", mmap_mode="r")[: len(indices)]
+    return Features(values, np.load(kept / "labels.npy"), indices, source.classes)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove what killed commands left; a day is longer than any extraction goes without writing."""
+    for left in folder.glob(f"{TAKING}*"):
+        if max((path.stat().st_mtime for path in [left, *left.iterdir()]), default=0) < time.time() - 86400:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+@torch.no_grad()
+def _take(
+    model: nn.Module,
+    source: Source,
+    data: Data,
+    folder: Path,
+    dtype: np.dtype,
+    batch: int,
+    device: torch.device,
+    say: Callable[[str], None],
+    on_step: Callable[[int, int], None],
+) -> None:
+    model = model.to(device).eval()
+    broken = BrokenImages(source, say)
+    done, labels = 0, []
+    # Written, not mapped: on a full disk writing raises an error, a write to mapped memory kills the process.
+    with open(folder / "values.npy", "wb") as file:
+        for images, numbers in evaluation_batches(source, data, batch, device=device, broken=broken):
+            features = model(images).float()
+            if features.dim() != 2:
+                raise ValueError(
+                    f"the model gives features of shape {tuple(features.shape)}, one vector an image is needed"
+                )
+            with np.errstate(over="ignore"):  # said below, in words
+                rows = features.cpu().numpy().astype(dtype)
+            if not np.isfinite(rows).all():
+                remedy = "use --dtype float32" if features.isfinite().all() else "the weights or the images are not"
+                raise ValueError(f"features of images {done} to {done + len(rows)} are not finite in {dtype}; {remedy}")
+            if not done:
+                np.lib.format.write_array_header_1_0(file, _npy_header(dtype, len(source), rows.shape[1]))
+            file.write(rows.tobytes())
+            done += len(rows)
+            labels.append(numbers.cpu().numpy())
+            on_step(done + len(broken.found), len(source))
+        if not done:
+            raise ValueError(f"none of the {len(source)} images can be read")
+        file.truncate(file.tell() + (len(source) - done) * rows[0].nbytes)  # broken images have a place at the end
+    np.save(folder / "labels.npy", np.concatenate(labels))
+    np.save(folder / "indices.npy", np.setdiff1d(np.arange(len(source)), sorted(broken.found)))
+
+
+def _npy_header(dtype: np.dtype, images: int, width: int) -> dict[str, Any]:
+    return {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (images, width)}
+
+
+def with_workers(data: Data, images: int) -> Data:
+    """The settings with processes to decode so many images: recipes that decode once for all have none."""
+    if data.workers or images < FEW_IMAGES:
+        return data
+    return replace(data, workers=min(MOST_WORKERS, os.cpu_count() or 1))
+
+
+def key_of(model: nn.Module, source: Source, data: Data, about: str = "") -> str:
+    """A name for the features of these weights on these images.
+
+    It changes with the weights, with the images and with the way they are read.
+    """
+    digest = hashlib.sha256()
+    digest.update(repr(model).encode())  # the attention, its options and all sizes are in it
+    for name, tensor in model.state_dict().items():
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    # Of what changes the features, this alone is neither in the words nor in the weights.
+    pools = [module.global_pool for module in model.modules() if hasattr(module, "global_pool")]
+    layers = [getattr(model, name, None) for name in ("layers", "norm")] if isinstance(model, LayerFeatures) else []
+    digest.update(
+        repr((pools, layers, data.size, data.crop_ratio, data.interpolation, data.mean, data.std, about)).encode()
+    )
+    digest.update(f"reader {READER_VERSION}".encode())
+    digest.update(source_fingerprint(source))
+    return digest.hexdigest()[:24]
+
+
+def source_fingerprint(source: Source) -> bytes:
+    """Bytes that change with the images of a source: their files' names, sizes and times, or the pixels themselves."""
+    digest = hashlib.sha256(np.ascontiguousarray(source.labels).tobytes())
+    if isinstance(source, Subset):
+        digest.update(source_fingerprint(source.source) + np.ascontiguousarray(source.indices).tobytes())
+    for file in getattr(source, "files", []):
+        facts = Path(file).stat()
+        digest.update(f"{file} {facts.st_size} {facts.st_mtime_ns}".encode())
+    if hasattr(source, "images"):
+        digest.update(np.ascontiguousarray(source.images).tobytes())
+    return digest.digest()
+
+
+def evenly(n: int, count: int) -> list[int]:
+    """`count` of the numbers below n, or all of them, spread evenly."""
+    return sorted(set(np.linspace(0, n - 1, min(n, count)).round().astype(int).tolist()))
+
+
+def check_labels(labels: np.ndarray | Tensor | Sequence[int] | None, images: int, classes: int, what: str) -> Tensor:
+    """Labels [n] as a tensor, or an error where some are missing or have no class."""
+    if labels is None:
+        raise ValueError(f"the {what} images have no labels; k-NN and the linear classifier need one for each")
+    tensor = torch.as_tensor(np.asarray(labels) if not isinstance(labels, Tensor) else labels)
+    if tensor.dim() != 1 or len(tensor) != images:
+        raise ValueError(
+            f"the {what} images are {images}, their labels have the shape {tuple(tensor.shape)}: some are missing"
+        )
+    if tensor.is_floating_point() or ((tensor < 0) | (tensor >= classes)).any():
+        raise ValueError(
+            f"labels of the {what} images are missing or have no class: they must be whole numbers from 0 to "
+            f"{classes - 1}, got {tensor.min().item()} to {tensor.max().item()}"
+        )
+    return tensor.long()
+
+
+def check_same_width(queries: np.ndarray | Tensor, bank: np.ndarray | Tensor) -> None:
+    """Raise unless both are [n, W] with the same W, and neither is empty."""
+    if queries.ndim != 2 or bank.ndim != 2 or queries.shape[1] != bank.shape[1]:
+        raise ValueError(
+            f"features must be [images, width] of one width, got {tuple(queries.shape)} and {tuple(bank.shape)}: they "
+            "are of different models or layers"
+        )
+    if not len(queries) or not len(bank):
+        raise ValueError(
+            f"there are {len(queries)} images to classify and {len(bank)} to learn from; both must be some"
+        )

@@ -1,0 +1,205 @@
+"""k nearest neighbours on frozen features: the search, the weighted vote, the picture.
+
+    score of a class = sum over the k neighbours of that class of exp(cosine / T)
+
+Neither side must fit into memory: the bank is read once, block by block, and of each query only its best so far stay.
+Shapes: n queries, m images in the bank, W width of the features, K classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sima_attn._settings import above_zero
+from sima_attn.data.sources import Source
+from sima_attn.probe.features import Features, check_labels, check_same_width, evenly
+from sima_attn.report.figures import check_can_plot
+
+Array = np.ndarray | Tensor
+
+
+@dataclass(frozen=True)
+class KnnRow:
+    """Accuracy in percent at one number of neighbours."""
+
+    k: int
+    temperature: float
+    top1: float
+    top5: float
+    images: int
+    bank: int
+
+
+def _block(values: Array, start: int, size: int, device: torch.device) -> Tensor:
+    """Rows from start on, on the device in float32, each of length 1."""
+    part = values[start : start + size]
+    if not isinstance(part, Tensor):
+        part = torch.from_numpy(np.array(part))  # a copy: the array may be a file, read only
+    return F.normalize(part.to(device, non_blocking=True).float(), dim=1)
+
+
+@torch.no_grad()
+def nearest(
+    queries: Array,
+    bank: Array,
+    k: int,
+    *,
+    device: torch.device | str = "cpu",
+    query_block: int = 4096,
+    bank_block: int = 65536,
+    on_step: Callable[[int, int], None] = lambda done, total: None,
+) -> tuple[Tensor, Tensor]:
+    """Cosines [n, k] and indices [n, k] of the nearest features [m, W] to each of [n, W], the nearest first."""
+    check_same_width(queries, bank)
+    n, m, device = len(queries), len(bank), torch.device(device)
+    if not 1 <= k <= m:
+        raise ValueError(f"k must lie between 1 and the {m} images of the bank, got {k}")
+    cosines = torch.full((n, k), -torch.inf)
+    indices = torch.zeros(n, k, dtype=torch.long)
+    for first in range(0, m, bank_block):
+        block = _block(bank, first, bank_block, device)  # [block, W]
+        for start in range(0, n, query_block):
+            rows = slice(start, start + query_block)
+            near = _block(queries, start, query_block, device) @ block.mT  # [rows, block]
+            best, places = near.topk(min(k, len(block)), dim=1)
+            both = torch.cat([cosines[rows].to(device), best], dim=1)
+            where = torch.cat([indices[rows].to(device), places + first], dim=1)
+            best, places = both.topk(k, dim=1)
+            cosines[rows], indices[rows] = best.cpu(), where.gather(1, places).cpu()
+        on_step(min(first + bank_block, m), m)
+    return cosines, indices
+
+
+def votes(cosines: Tensor, labels: Tensor, classes: int, temperature: float = 0.07) -> Tensor:
+    """Cosines and labels [n, k] of the neighbours -> scores [n, K], in which the nearest one counts 1.
+
+    Which class has most does not change with that unit, and at a low temperature exp(cosine / T) would be infinite.
+    """
+    weights = ((cosines - cosines.amax(1, keepdim=True)) / temperature).exp()
+    return torch.zeros(len(cosines), classes).scatter_add_(1, labels, weights)
+
+
+def knn_accuracy(
+    queries: Array,
+    labels: Array | None,
+    bank: Array,
+    bank_labels: Array | None,
+    *,
+    classes: int,
+    k: Sequence[int] = (20,),
+    temperature: float = 0.07,
+    device: torch.device | str = "cpu",
+    query_block: int = 4096,
+    bank_block: int = 65536,
+    on_step: Callable[[int, int], None] = lambda done, total: None,
+) -> list[KnnRow]:
+    """Accuracy of the vote for each k, one search for all of them."""
+    check_same_width(queries, bank)
+    _check_vote(k, temperature, len(bank))
+    truth = check_labels(labels, len(queries), classes, "query").cpu()
+    known = check_labels(bank_labels, len(bank), classes, "bank").cpu()
+    blocks: dict[str, Any] = {"query_block": query_block, "bank_block": bank_block, "on_step": on_step}
+    cosines, indices = nearest(queries, bank, max(k), device=device, **blocks)
+    return vote_accuracy(cosines, known[indices], truth, classes=classes, k=k, temperature=temperature, bank=len(bank))
+
+
+def vote_accuracy(
+    cosines: Tensor,
+    neighbours: Tensor,
+    truth: Tensor,
+    *,
+    classes: int,
+    k: Sequence[int],
+    temperature: float,
+    bank: int,
+    block: int = 4096,
+) -> list[KnnRow]:
+    """Accuracy for each k, from the cosines and labels [n, max k] of the neighbours, the nearest first.
+
+    k neighbours vote for k classes at most: with fewer than five the top-5 accuracy is that of the first k.
+    """
+    n = len(truth)
+    hits = {count: [0, 0] for count in k}
+    for start in range(0, n, block):
+        rows = slice(start, start + block)
+        for count in hits:  # a k that was given twice counts once
+            scores = votes(cosines[rows, :count], neighbours[rows, :count], classes, temperature)  # [rows, K]
+            right = scores.topk(min(5, count, classes), dim=1).indices == truth[rows, None]
+            hits[count][0] += int(right[:, 0].sum())
+            hits[count][1] += int(right.sum())
+    return [KnnRow(count, temperature, 100 * one / n, 100 * five / n, n, bank) for count, (one, five) in hits.items()]
+
+
+def _check_vote(k: Sequence[int], temperature: float, bank: int) -> None:
+    if not k:
+        raise ValueError("give at least one k, e.g. 20")
+    for count in k:
+        if not 1 <= count <= bank:
+            raise ValueError(f"k must lie between 1 and the {bank} images of the bank, got {count}; make it smaller")
+    above_zero({"the temperature": temperature})
+
+
+def plot_neighbours(
+    queries: Features,
+    query_source: Source,
+    bank: Features,
+    bank_source: Source,
+    path: Path,
+    *,
+    images: int = 6,
+    k: int = 8,
+    device: torch.device | str = "cpu",
+    title: str = "",
+) -> None:
+    """A picture: some images, each with its nearest ones in its row; the frame says if the class is the same."""
+    check_can_plot()
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    # One of each of the classes chosen, so that a row is not like the one above it.
+    rows = [
+        int(np.flatnonzero(queries.labels == label)[0])
+        for label in evenly(len(queries.classes), images)
+        if (queries.labels == label).any()
+    ]
+    cosines, indices = nearest(queries.values[rows], bank.values, min(k, len(bank.values)), device=device)
+    columns = 1 + indices.shape[1]
+    figure, axes = plt.subplots(
+        len(rows), columns, figsize=(1.25 * columns, 1.45 * len(rows)), layout="constrained", squeeze=False
+    )
+    for line, row in zip(axes, rows, strict=True):
+        label = queries.labels[row]
+        _draw(line[0], query_source.read(int(queries.indices[row])), _short(queries.classes[label]), "black")
+    for line, row, near, places in zip(axes, rows, cosines.tolist(), indices.tolist(), strict=True):
+        for cell, cosine, place in zip(line[1:], near, places, strict=True):
+            same = bank.labels[place] == queries.labels[row]
+            caption = f"{cosine:.2f} {_short(bank.classes[bank.labels[place]])}"
+            _draw(cell, bank_source.read(int(bank.indices[place])), caption, "seagreen" if same else "crimson")
+    figure.suptitle(title, fontsize=10)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 12 else f"{name[:11]}…"
+
+
+def _draw(axes: Any, image: Any, caption: str, colour: str) -> None:
+    axes.imshow(np.asarray(image))
+    axes.set_title(caption, fontsize=7)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    for side in axes.spines.values():
+        side.set_color(colour)
+        side.set_linewidth(2)

@@ -1,0 +1,1 @@
+"""What every package that measures or plots uses: rows, tables, figures, timing, progress bars."""

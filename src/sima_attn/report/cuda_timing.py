@@ -1,0 +1,112 @@
+"""Times functions against each other on a CUDA device, in turns: as graphs, called from Python, or enqueued only."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from sima_attn.report.timing import Timing, percentiles, time_interleaved
+
+Function = Callable[[], object]
+SAMPLE_SECONDS = 1e-3  # a graph repeats its function until it runs about this long
+MOST_CALLS = 200
+ENQUEUED_CALLS = 50  # the queue of a device holds about 1,000 kernels
+
+
+def check_cuda() -> None:
+    """Say what is missing before anything is built."""
+    if not torch.cuda.is_available():
+        raise ValueError("this benchmark needs a CUDA device, and torch sees none here; `sima bench cpu` needs none")
+
+
+def time_graphs(
+    functions: Mapping[str, Function], *, seconds: float = 1.0, least_samples: int = 15
+) -> dict[str, Timing]:
+    """Time every function, in rounds, until each has had its share of `seconds`.
+
+    A graph holds no launch gaps of Python: what is timed is what the chip does. All functions take turns, so slow
+    drifts of the machine hit all alike. The inputs stay where they are, as for one layer called again and again.
+    """
+    check_cuda()
+    graphs = {name: _capture(function) for name, function in functions.items()}
+    samples: dict[str, list[float]] = {name: [] for name in functions}
+    spent, rounds = 0.0, 0
+    while rounds < least_samples or spent < seconds * len(functions):
+        for name, (graph, calls) in graphs.items():
+            took = _seconds(graph.replay)
+            samples[name].append(took / calls)
+            spent += took
+        rounds += 1
+    return {name: percentiles(times) for name, times in samples.items()}
+
+
+def time_calls(functions: Mapping[str, Function], *, seconds: float = 1.0) -> dict[str, Timing]:
+    """Wall-clock time per call from Python, the device's work included: what a loop gets that replays no graphs.
+
+    A sample is several calls and a wait for the device at their end.
+    """
+    check_cuda()
+    wait = torch.cuda.synchronize
+    return time_interleaved(functions, seconds=seconds, least_samples=10, before_sample=wait, after_calls=wait)
+
+
+def time_enqueuing(functions: Mapping[str, Function], *, seconds: float = 1.0) -> dict[str, Timing]:
+    """CPU time per call: until Python has the result, whose values the device may still be computing.
+
+    The device is idle at the start of each sample, and the calls of a sample do not fill its queue, where a call
+    would wait for a free place.
+    """
+    check_cuda()
+    return time_interleaved(
+        functions,
+        seconds=seconds,
+        least_samples=10,
+        calls_per_sample=ENQUEUED_CALLS,
+        before_sample=torch.cuda.synchronize,
+    )
+
+
+def copy_bandwidth(gibibytes: float = 0.25) -> float:
+    """Bytes read and written a second by a large copy: what the device can move at best."""
+    source = torch.randn(int(gibibytes * 2**29), device="cuda", dtype=torch.float32).to(torch.bfloat16)
+    target = torch.empty_like(source)
+    timing = time_graphs({"copy": lambda: target.copy_(source)}, seconds=0.2)["copy"]
+    return 2 * source.numel() * source.element_size() / timing.p50
+
+
+def device_name() -> str:
+    """The GPU as the driver names it."""
+    return torch.cuda.get_device_name()
+
+
+def _capture(function: Function) -> tuple[torch.cuda.CUDAGraph, int]:
+    """A graph of so many calls of the function, and how many."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):  # compile, tune, allocate
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = _graph_of(function, 1, stream)
+    # Clocked as a graph: a call from Python may take many times as long as its kernels.
+    once = min(_seconds(graph.replay) for _ in range(3))
+    calls = max(1, min(MOST_CALLS, round(SAMPLE_SECONDS / once)))
+    return (_graph_of(function, calls, stream), calls) if calls > 1 else (graph, 1)
+
+
+def _graph_of(function: Function, calls: int, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(calls):
+            function()
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph
+
+
+def _seconds(function: Function) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    function()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e-3

@@ -1,0 +1,42 @@
+"""Figures: one place that imports matplotlib, makes a figure and writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sima_attn._files import atomic_write
+
+FIGURES = (".png", ".jpg", ".pdf", ".svg")
+
+
+def check_can_plot(path: Path | None = None) -> None:
+    """Raise before a long run if matplotlib is missing or `path` is not the name of a figure."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ValueError("figures need matplotlib, which is not installed: pip install 'sima-attn[plots]'") from None
+    if path is not None and (path.is_dir() or path.suffix.lower() not in FIGURES):
+        raise ValueError(f"a figure must be a file that ends in {', '.join(FIGURES)}, got {path}")
+
+
+@contextmanager
+def figure(path: Path, *, rows: int = 1, columns: int = 1, dpi: int = 150, **options: Any) -> Iterator[tuple[Any, Any]]:
+    """A matplotlib figure and its axes, written to `path` at the end of the block.
+
+    Args:
+        rows, columns: Panels of the figure; see `matplotlib.pyplot.subplots`.
+        options: Further arguments of `subplots`, such as `figsize`.
+    """
+    check_can_plot()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    drawn = Figure(layout="constrained", figsize=options.pop("figsize", None))
+    FigureCanvasAgg(drawn)
+    axes = drawn.subplots(rows, columns, **options)
+    yield drawn, axes
+    with atomic_write(path) as temporary:
+        drawn.savefig(temporary, dpi=dpi, format=path.suffix[1:])

@@ -1,0 +1,18 @@
+"""Tables of text: a header and cells, for the terminal and for Markdown pages."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class TextTable(NamedTuple):
+    """A table of text; the lines in `bold` are SimA's."""
+
+    header: list[str]
+    lines: list[list[str]]
+    bold: set[int]
+
+    def markdown(self) -> str:
+        """The table as Markdown."""
+        shown = [[f"**{cell}**" for cell in line] if i in self.bold else line for i, line in enumerate(self.lines)]
+        return "\n".join(f"| {' | '.join(line)} |" for line in [self.header, ["---"] * len(self.header), *shown])
