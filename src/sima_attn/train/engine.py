@@ -325,6 +325,7 @@ class _Loop:
             with self.signals:
                 self.make_steps()
         finally:
+            del self.model  # DDP's wrapper holds the process group, which must be destroyed before the process exits
             if board is not None:
                 board.close()
         return Finished(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import shlex
@@ -107,7 +108,9 @@ def _end_together(fabric: Fabric) -> None:
     """Wait until the first process has written all files: when one process has ended, torchrun ends the others."""
     fabric.barrier()
     if fabric.world_size > 1:
-        # Its threads must end before the process does: one that still runs then aborts it, now and again.
+        # Threads of the process group run until nothing refers to it. One that drops a tensor while Python shuts down
+        # aborts the process, so the wrapped model, which is part of a reference cycle, has to be collected first.
+        gc.collect()
         torch.distributed.destroy_process_group()
 
 
