@@ -8,7 +8,6 @@ import pytest
 import timm
 import torch
 from safetensors.torch import save_file
-from small_runs import class_folders, small_recipe
 from typer.testing import CliRunner
 
 from sima_attn import cli
@@ -16,10 +15,12 @@ from sima_attn.data import open_data
 from sima_attn.data.loader import evaluation_transform
 from sima_attn.data.settings import Data
 from sima_attn.nn.token_ref import tokens_at
+from sima_attn.probe.features import load_backbone
 from sima_attn.report.rows import read_rows
 from sima_attn.train.classify import train_classifier
 from sima_attn.train.evaluate import EvaluationRow, Loaded, evaluate, load_trained
 from sima_attn.train.recipes import RECIPES
+from small_runs import class_folders, small_recipe
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +56,21 @@ def test_the_numbers_are_those_of_a_plain_computation(run):
     wrong = result.confusion.clone().fill_diagonal_(0)
     assert most[2] == wrong.max()
     assert wrong["abcdefg".index(most[0]), "abcdefg".index(most[1])] == most[2]
+
+
+@pytest.mark.parametrize("load", [load_trained, load_backbone])
+def test_an_unreadable_newest_checkpoint_is_skipped(run, tmp_path, capsys, load):
+    folder = tmp_path / "run"
+    shutil.copytree(run[0] / "run", folder)
+    (folder / "weights.safetensors").unlink()
+    expected = load(folder).model.state_dict()
+    (folder / "checkpoints" / "step-00009999.pt").symlink_to("missing")
+    (folder / "checkpoints" / "step-00009998.pt").write_bytes(b"")
+    loaded = load(folder).model.state_dict()
+    assert all(torch.equal(loaded[name], weight) for name, weight in expected.items())
+    printed = capsys.readouterr().out
+    assert "step-00009999.pt is a link to a missing file, not a file; using the previous one" in printed
+    assert "step-00009998.pt is damaged" in printed
 
 
 def test_folder_weights_and_checkpoint_are_one_model_and_the_average_another(run):
@@ -201,7 +217,7 @@ def test_a_folder_in_the_place_of_a_file_is_refused(run, tmp_path, option):
     assert "is a directory" in sima("eval", run[0] / "run", option, tmp_path, code=2)
 
 
-def test_train_runs_the_default_and_goes_on(tmp_path):
+def test_train_runs_the_default_and_resumes(tmp_path):
     few = ["--set", "schedule.epochs=2", "--set", "schedule.warmup_epochs=1", "--set", "model.kwargs.depth=1"]
     output = sima("train", "--out", tmp_path / "d", "--device", "cpu", *few)
     assert "top1" in output
@@ -209,7 +225,7 @@ def test_train_runs_the_default_and_goes_on(tmp_path):
         p.name for p in (tmp_path / "d").iterdir()
     }
     assert "top1" in sima("train", "--out", tmp_path / "d", "--resume", "--device", "cpu")
-    with pytest.raises(ValueError, match=r"another recipe: model\.attention: sima -> softmax"):
+    with pytest.raises(ValueError, match=r"a different recipe: model\.attention: sima -> softmax"):
         sima("train", "--out", tmp_path / "d", "--resume", "--set", "model.attention=softmax")
     with pytest.raises(ValueError, match="--resume"):
         sima("train", "--out", tmp_path / "d", *few)

@@ -12,7 +12,6 @@ import timm
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from small_runs import class_folders, small_recipe
 
 from sima_attn._settings import to_dict
 from sima_attn.detect.recipes import Detector
@@ -25,6 +24,7 @@ from sima_attn.train.evaluate import load_trained
 from sima_attn.train.recipe_files import SOURCES, check_arguments, recipe_from_file, sources_in, without_sources
 from sima_attn.train.recipes import RECIPES, Model, Recipe
 from sima_attn.train.run import RunFolder
+from small_runs import class_folders, small_recipe
 
 CLASSES = ["cat", "dog", "owl"]
 ELSEWHERE = {
@@ -131,7 +131,10 @@ def edits():
         "a size in words": (setting("data", "size", "64"), "Data.size must be of type int, got '64'"),
         "many processes": (setting("data", "workers", 10**6), "data.workers may be 256 at most in a file"),
         "two channels": (setting("data", "mean", [0.5, 0.5]), "Data.mean must be of type"),
-        "a path as a filter": (setting("data", "interpolation", "/x"), "unknown data.interpolation '/x'"),
+        "a path as a filter": (
+            setting("data", "interpolation", "/x"),
+            "data.interpolation must be one of bicubic, bilinear, got '/x'",
+        ),
         "an unknown setting": (setting("data", "url", "x"), "unknown setting of Data 'url'"),
         "no name of a model": (lambda about: about["recipe"]["model"].pop("name"), "Model lacks name"),
         "no recipe": (lambda about: about.update(recipe="x"), "Recipe must be a group of settings, got 'x'"),
@@ -237,7 +240,7 @@ def run(tmp_path_factory):
 
 
 def edited(run, tmp_path, checkpoints=True, **kwargs):
-    """A copy of the run, its recipe edited by hand, and that recipe."""
+    """A copy of the run whose recipe, also that of its checkpoints, has further model arguments; and that recipe."""
     import shutil
 
     folder, recipe = run
@@ -248,6 +251,10 @@ def edited(run, tmp_path, checkpoints=True, **kwargs):
     if not checkpoints:
         shutil.rmtree(tmp_path / "run" / "checkpoints")
     RunFolder(tmp_path / "run").write_recipe(recipe)
+    for path in tmp_path.glob("run/checkpoints/*.pt"):
+        state = torch.load(path)
+        state["about"]["recipe"] = to_dict(recipe)
+        torch.save(state, path)
     return tmp_path / "run", recipe
 
 
@@ -262,7 +269,7 @@ def test_a_run_is_resumed_from_its_checkpoint_alone(run, tmp_path):
 
 def test_a_run_without_a_checkpoint_does_not_load_other_weights(run, tmp_path):
     folder, recipe = edited(run, tmp_path, checkpoints=False, checkpoint_path="other.safetensors")
-    with pytest.raises(ValueError, match=r"has no checkpoint yet, and model\.kwargs\.checkpoint_path of a recipe in"):
+    with pytest.raises(ValueError, match=r"has no checkpoint yet, and model\.kwargs\.checkpoint_path is not used from"):
         train_classifier(recipe, folder, resume=True, device="cpu", quiet=True)
 
 

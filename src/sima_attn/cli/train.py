@@ -14,7 +14,7 @@ from sima_attn._devices import resolve_device
 from sima_attn.cli._shared import console, print_table, teller
 
 if TYPE_CHECKING:
-    from sima_attn.train.engine import Finished
+    from sima_attn.train.engine import RunSummary
 
 app = typer.Typer()
 MOST_SHOWN = 12  # classes whose confusions fit on a screen
@@ -55,7 +55,7 @@ def resolved(
     return with_overrides(base, [*(overrides or []), *given])
 
 
-def say_finished(finished: "Finished", folder: Path, what: str, form: str = ".4g") -> None:
+def say_finished(finished: "RunSummary", folder: Path, what: str, form: str = ".4g") -> None:
     """What a run came to; torchrun's other processes have nothing to add."""
     if os.environ.get("RANK", "0") != "0":
         return

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import timm
 from torch import Tensor, nn
 
-from sima_attn.detect import recipes
 from sima_attn.detect.mask_rcnn import SimaMaskRCNN, build_mask_rcnn
 from sima_attn.detect.recipes import DetectRecipe
 from sima_attn.models.weights import read_state_dict
@@ -91,7 +90,7 @@ def load_detector(what: str | Path, **kwargs: Any) -> LoadedDetector:
         about, weights = state["about"], state["model"]
     if "detector" not in about:
         raise ValueError(f"{path} was not written by `sima detect train`: it holds no detector")
-    recipe = without_sources(recipe_from_file(DetectRecipe, about["detector"], path, recipes.check))
+    recipe = without_sources(recipe_from_file(DetectRecipe, about["detector"], path))
     classes = class_names_in(about, path)
     check_size(partial(timm.create_model, recipe.model.name, **recipe.model.kwargs), weights, path)
     model = build_detector(recipe, len(classes), **kwargs)

@@ -27,11 +27,10 @@ from sima_attn.data.images import READER_VERSION
 from sima_attn.data.loader import BrokenImages, evaluation_batches, seed_everything
 from sima_attn.data.settings import Data
 from sima_attn.data.sources import Source
-from sima_attn.dino import recipes as dino_recipes
 from sima_attn.dino.recipes import DinoRecipe
 from sima_attn.nn.token_ref import set_class_token_ref, set_token_ref
 from sima_attn.probe.settings import Probe
-from sima_attn.train.checkpoint import checkpoints, load_checkpoint
+from sima_attn.train.checkpoint import load_checkpoint, newest_readable
 from sima_attn.train.classify import build_model, create_model
 from sima_attn.train.evaluate import load_trained, load_weights, read_weights
 from sima_attn.train.recipe_files import check_size, recipe_from_file, without_sources
@@ -107,7 +106,7 @@ def load_backbone(what: str | Path, *, branch: str = "teacher", seed: int = 0) -
     if about.get("task") == "dino":
         if "recipe" not in about:
             raise ValueError(f"{path} does not say which model it is of: its recipe is missing")
-        recipe = without_sources(recipe_from_file(DinoRecipe, about["recipe"], path, dino_recipes.check))
+        recipe = without_sources(recipe_from_file(DinoRecipe, about["recipe"], path))
         check_size(partial(create_model, recipe.model, 0), weights, path)
         model = build_backbone(recipe)
         load_weights(model, weights, path)
@@ -129,10 +128,10 @@ def _file_of_run(folder: RunFolder, branch: str) -> Path:
         raise FileNotFoundError(f"there is no run in {folder.path}: {folder.recipe_file.name} is missing")
     if folder.weights.exists() and branch == "teacher":
         return folder.weights
-    found = checkpoints(folder.checkpoints)
-    if not found:
+    found = newest_readable(folder.checkpoints)
+    if found is None:
         raise FileNotFoundError(f"the run in {folder.path} has no checkpoint yet")
-    return found[0]
+    return found
 
 
 def _read(path: Path, branch: str) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sima_attn._settings import above_zero
+from sima_attn._settings import PositiveFloat, check_value
 from sima_attn.data.sources import Source
 from sima_attn.probe.features import Features, check_labels, check_same_width, evenly
 from sima_attn.report.figures import check_can_plot
@@ -144,7 +144,7 @@ def _check_vote(k: Sequence[int], temperature: float, bank: int) -> None:
     for count in k:
         if not 1 <= count <= bank:
             raise ValueError(f"k must lie between 1 and the {bank} images of the bank, got {count}; make it smaller")
-    above_zero({"the temperature": temperature})
+    check_value(temperature, PositiveFloat, "the temperature")
 
 
 def plot_neighbours(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sima_attn._errors import unknown_name
-from sima_attn._settings import with_overrides
+from sima_attn._settings import check, with_overrides
 from sima_attn.data.settings import Data
 from sima_attn.dino import recipes as dino_recipes
 from sima_attn.dino.recipes import DinoRecipe
@@ -237,7 +237,7 @@ def make_dino_run(
     if done.exists():  # of these images, not of others that were in this place before
         folder.check_finished(supervised_recipe(recipe) if run.weights == SUPERVISED else recipe)
         return read_rows(done, DinoResultRow)[0]
-    dino_recipes.check(recipe)
+    check(recipe)
     decoded = {} if decoded is None else decoded
     status = "finished"
     try:

@@ -35,7 +35,7 @@ from sima_attn.data.loader import (
 from sima_attn.data.sources import check_same_classes
 from sima_attn.report.progress import RunProgress
 from sima_attn.train import recipes
-from sima_attn.train.engine import Finished, Task
+from sima_attn.train.engine import RunSummary, Task
 from sima_attn.train.recipes import Recipe
 from sima_attn.train.start import train_task
 
@@ -242,9 +242,8 @@ def _mixup(recipe: Recipe, num_classes: int, piece: int) -> Mixup | None:
 
 def train_classifier(
     recipe: Recipe, out: Path | str, *, resume: bool = False, device: str = "auto", quiet: bool = False
-) -> Finished:
-    """Train by a recipe into a folder, or go on with the run in it; the metrics of the last evaluation come back."""
-    recipes.check(recipe)
+) -> RunSummary:
+    """Train by a recipe into a folder, or resume the run in it."""
     return train_task(
         recipe,
         out,

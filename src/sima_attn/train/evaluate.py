@@ -27,8 +27,7 @@ from sima_attn.data.sources import few_of
 from sima_attn.models.pretrained import weights_file
 from sima_attn.nn.token_ref import trained_at
 from sima_attn.report.rows import today
-from sima_attn.train import recipes
-from sima_attn.train.checkpoint import checkpoints, load_checkpoint
+from sima_attn.train.checkpoint import load_checkpoint, newest_readable
 from sima_attn.train.classify import build_model, create_model, output_at
 from sima_attn.train.recipe_files import check_size, class_names_in, recipe_from_file, without_sources
 from sima_attn.train.recipes import Recipe
@@ -152,11 +151,10 @@ def load_trained(what: str | Path, *, ema: bool = False, num_classes: int | None
 def file_of_run(run: Path, *, ema: bool = False) -> Path:
     """The weights of a run, or its newest checkpoint: while it runs, and for the average weights."""
     folder = RunFolder(run)
-    found = checkpoints(folder.checkpoints)
     if folder.weights.exists() and not ema:
         return folder.weights
-    if found:
-        return found[0]
+    if found := newest_readable(folder.checkpoints):
+        return found
     if folder.weights.exists():
         raise FileNotFoundError(
             f"the run in {run} has no checkpoints, which alone hold the average weights; its last weights are "
@@ -201,7 +199,7 @@ def _loaded(path: Path, about: Any, weights: dict[str, Tensor]) -> Loaded:
         raise ValueError("this is a run of `sima detect train`; `sima detect eval` measures it")
     if not {"recipe", "classes"} <= about.keys():
         raise ValueError(_not_ours(path))
-    recipe = without_sources(recipe_from_file(Recipe, about["recipe"], path, recipes.check))
+    recipe = without_sources(recipe_from_file(Recipe, about["recipe"], path))
     classes = class_names_in(about, path)
     check_size(partial(create_model, recipe.model, len(classes)), weights, path)
     model: Any = build_model(recipe.model, len(classes))

@@ -20,7 +20,7 @@ from timm.models import build_model_with_cfg
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from sima_attn._settings import from_dict
+from sima_attn._settings import check, from_dict
 
 AnyRecipe = TypeVar("AnyRecipe")
 # Arguments of timm that say where weights come from. A user may start a run with them; whoever loads its weights, or
@@ -47,15 +47,12 @@ MOST_ITEMS = 100
 MOST_OF_DATA = {"size": 2**13, "side": 2**13, "longest": 2**13, "eval_batch": 2**10, "workers": 2**8}
 
 
-def recipe_from_file(
-    kind: type[AnyRecipe], values: Any, where: Path, check: Callable[[Any], object] = lambda recipe: None
-) -> AnyRecipe:
+def recipe_from_file(kind: type[AnyRecipe], values: Any, where: Path) -> AnyRecipe:
     """The recipe of that kind in a file, its values checked.
 
     Args:
         values: What `to_dict` made of it, as JSON or YAML gives it back.
         where: The file, for messages.
-        check: Raises for values that no run of this kind can have; training itself calls it, too.
     """
     try:
         recipe: Any = from_dict(kind, values)
