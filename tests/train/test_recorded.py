@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_runs import small_recipe
 
 from sima_attn._settings import with_overrides
 from sima_attn.detect.task import Detection
@@ -21,6 +20,7 @@ from sima_attn.train.logs import read_log
 from sima_attn.train.recipes import Run
 from sima_attn.train.recorded import PLAIN_STEPS, RecordedPass, check_can_be_recorded
 from sima_attn.train.stopping import RunInterrupted
+from small_runs import small_recipe
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

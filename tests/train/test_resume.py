@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_runs import ALL_ON, class_folders, small_recipe
 
 from full_disk import no_file_above
 from sima_attn._files import PREFIX, DiskFullError
@@ -27,6 +26,7 @@ from sima_attn.train.checkpoint import checkpoints, load_checkpoint, load_newest
 from sima_attn.train.classify import Classification, train_classifier
 from sima_attn.train.logs import CsvLog, read_log
 from sima_attn.train.run import RunFolder
+from small_runs import ALL_ON, class_folders, small_recipe
 
 
 def assert_same_state(a, b):

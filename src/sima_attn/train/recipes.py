@@ -6,35 +6,14 @@ The numbers of the paper's rows are its own where it prints them; the rest is wh
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from sima_attn._errors import unknown_name
 from sima_attn._settings import above_zero, at_least
 from sima_attn.data.settings import CROPS, INTERPOLATIONS, Augment, Data
+from sima_attn.models.settings import ModelSettings as Model
 
 PRECISIONS = ("fp32", "bf16", "fp16")
-
-
-@dataclass(frozen=True)
-class Model:
-    """Any model timm knows, ours among them.
-
-    Attributes:
-        name: Its name in timm's registry.
-        attention: Attention of the registry. None leaves the model's own; models of other families are converted.
-        num_classes: None takes the number of classes of the data; another number than that is an error.
-        drop_path: Rate of stochastic depth.
-        constant_drop_path: The same rate in every block, as the authors' code has it; otherwise growing with depth.
-        kwargs: Further arguments of the model.
-    """
-
-    name: str
-    attention: str | None = None
-    num_classes: int | None = None
-    drop_path: float = 0.0
-    constant_drop_path: bool = True
-    kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
