@@ -160,7 +160,7 @@ def test_errors_name_what_is_wrong(tmp_path):
         heatmap(deit(), tmp_path / "broken.png")
     with pytest.raises(ValueError, match="one image at a time"):
         heatmap(deit(), image(batch=2))
-    with pytest.raises(ValueError, match="unknown model.* did you mean 'sima_deit"):
+    with pytest.raises(ValueError, match=r"unknown model.* did you mean 'sima_deit"):
         load_photo_model("sima_deit_tinny_patch16_224")
     with pytest.raises(ValueError, match="no timm configuration"):
         heatmap(Stamp(), Image.new("RGB", (8, 8)))

@@ -15,7 +15,7 @@ from sima_attn import cli
 from sima_attn.data import open_data
 from sima_attn.data.loader import evaluation_transform
 from sima_attn.data.settings import Data
-from sima_attn.models.loading import load_model
+from sima_attn.models.loading import LoadedModel, load_model
 from sima_attn.nn.token_ref import tokens_at
 from sima_attn.report.rows import read_rows
 from sima_attn.train.classify import train_classifier
