@@ -8,15 +8,20 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-MODELS = "sima_attn.models"
+FAMILIES = ("cvt", "deit", "miniature", "xcit")  # modules of sima_attn.models that register models when imported
 
 
 def register_with_timm() -> None:
     """Register now if timm is there, otherwise when it comes."""
     if "timm" in sys.modules:
-        import_module(MODELS)
+        _import_families()
     else:
         sys.meta_path.insert(0, _WhenTimmComes())
+
+
+def _import_families() -> None:
+    for name in FAMILIES:
+        import_module(f"sima_attn.models.{name}")
 
 
 class _WhenTimmComes(MetaPathFinder):
@@ -51,7 +56,7 @@ class _ThenRegister(Loader):
     def exec_module(self, module: ModuleType) -> None:
         sys.meta_path.remove(self.finder)
         self.timm_loader.exec_module(module)
-        import_module(MODELS)
+        _import_families()
 
     def __getattr__(self, name: str):
         return getattr(self.timm_loader, name)  # get_data and the like, for importlib.resources

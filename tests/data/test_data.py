@@ -32,7 +32,8 @@ from sima_attn.data.loader import (
 )
 from sima_attn.data.settings import Augment
 from sima_attn.data.sources import check_same_classes, class_words
-from sima_attn.train.evaluate import evaluate, load_trained
+from sima_attn.models.loading import load_model
+from sima_attn.train.evaluate import evaluate
 from sima_attn.train.logs import read_log
 from small_runs import ALL_ON, class_folders, picture, small_recipe
 
@@ -309,7 +310,7 @@ def test_two_processes_name_broken_images_and_evaluate_what_is_saved(tmp_path):
     assert [line.split(": ")[1] for line in said] == [str(path) for path in paths], done.stderr
     logged = read_log(tmp_path / "run" / "eval.csv")[-1]
     for ema, name in ((False, "loss"), (True, "ema_loss")):
-        alone = evaluate(load_trained(tmp_path / "run", ema=ema), say=said.append)
+        alone = evaluate(load_model(tmp_path / "run", ema=ema), say=said.append)
         assert float(logged[name]) == pytest.approx(alone.loss, rel=2e-6)
 
 

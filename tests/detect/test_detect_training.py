@@ -248,9 +248,9 @@ def test_a_backbone_starts_from_a_classifiers_weights(tmp_path, data):
         body = detection.model.backbone.maps.body
         assert torch.equal(body.blocks[1].attn.qkv.weight, classifier.blocks[1].attn.qkv.weight)
         assert torch.equal(body.pos_embed, classifier.pos_embed)
-    with pytest.raises(ValueError, match=r"does not fit the backbone: .*missing.*model\.kwargs"):
+    with pytest.raises(ValueError, match=r"does not fit the backbone. .*missing.*model\.kwargs"):
         load_backbone(timm.create_model(name, **{**SMALL[name], "depth": 3}), file)
-    with pytest.raises(FileNotFoundError, match="there is no file of weights"):
+    with pytest.raises(FileNotFoundError, match="there is no weight file"):
         load_backbone(classifier, tmp_path / "none.pt")
     with pytest.raises(ValueError, match="was not written by `sima detect train`"):
         load_detector(file)

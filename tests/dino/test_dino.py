@@ -30,9 +30,20 @@ from sima_attn.data.crops import (
 from sima_attn.data.settings import Crops, Data
 from sima_attn.dino import task as dino
 from sima_attn.dino.recipes import DINO_RECIPES, DinoRecipe, Distill, named_dino_recipe
-from sima_attn.dino.task import Branch, Dino, DinoLoss, Head, cosine, entropy, information, spread, train_dino
+from sima_attn.dino.task import (
+    Branch,
+    Dino,
+    DinoLoss,
+    Head,
+    build_backbone,
+    cosine,
+    entropy,
+    information,
+    spread,
+    train_dino,
+)
 from sima_attn.nn import SimAttention, SimClassAttention
-from sima_attn.probe.features import build_backbone, load_backbone
+from sima_attn.probe.features import load_backbone
 from sima_attn.probe.settings import Probe
 from sima_attn.report.progress import RunProgress
 from sima_attn.train.checkpoint import load_newest
@@ -725,7 +736,7 @@ def test_any_run_or_model_gives_a_backbone(data, tmp_path):
     train_classifier(recipe, tmp_path / "classes", device="cpu", quiet=True)
     backbone = load_backbone(tmp_path / "classes")
     assert backbone.model(torch.zeros(1, 3, 16, 16)).shape == (1, 16)
-    with pytest.raises(ValueError, match="no run of `sima dino`"):
+    with pytest.raises(ValueError, match="only a run of `sima dino` has a student"):
         load_backbone(tmp_path / "classes", branch="student")
     with pytest.raises(ValueError, match=r"unknown branch 'pupil'"):
         load_backbone(tmp_path / "classes", branch="pupil")
@@ -733,7 +744,7 @@ def test_any_run_or_model_gives_a_backbone(data, tmp_path):
     assert torch.equal(random.cls_token, again.cls_token)
     with pytest.raises(FileNotFoundError, match="there is no run in"):
         load_backbone(tmp_path)
-    with pytest.raises(ValueError, match="neither a run's folder"):
+    with pytest.raises(ValueError, match="unknown model, run folder or file"):
         load_backbone(str(tmp_path / "none"))
 
 

@@ -8,7 +8,7 @@ import timm
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-import sima_attn.models  # noqa: F401 - registers the models
+import sima_attn  # noqa: F401  registers the models
 from closeness import assert_close
 from sima_attn.nn import ATTENTIONS, Attention, SimAttention, SimClassAttention
 from sima_attn.nn.token_ref import sima_modules, tokens_at

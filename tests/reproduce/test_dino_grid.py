@@ -19,6 +19,7 @@ from sima_attn.data.settings import Data
 from sima_attn.dino import task as dino
 from sima_attn.dino.recipes import check, named_dino_recipe
 from sima_attn.dino.task import CollapseError, Dino
+from sima_attn.models.building import build_model
 from sima_attn.probe.features import LayerFeatures, OutputAndLayers, extract, features_of, with_workers
 from sima_attn.report.rows import read_rows
 from sima_attn.reproduce import dino as dino_miniature
@@ -36,7 +37,6 @@ from sima_attn.reproduce.dino import (
 )
 from sima_attn.reproduce.dino_report import dino_curve_table, dino_table, plot_dino
 from sima_attn.reproduce.grid import in_processes, training_speed
-from sima_attn.train.classify import build_model
 from small_runs import class_folders
 
 SMALL = (

@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 
 from sima_attn import cli
 from sima_attn._settings import differences
+from sima_attn.models.building import build_model
+from sima_attn.models.loading import load_model
 from sima_attn.report.rows import read_rows
 from sima_attn.reproduce import miniature
 from sima_attn.reproduce.miniature import (
@@ -29,8 +31,6 @@ from sima_attn.reproduce.miniature import (
 from sima_attn.reproduce.miniature_report import paper_to_twin, plot_miniature, results_table, sizes_table, to_twin
 from sima_attn.reproduce.paper_models import TABLE_1
 from sima_attn.train import classify
-from sima_attn.train.classify import build_model
-from sima_attn.train.evaluate import load_trained
 from sima_attn.train.recipes import check
 from small_runs import class_folders
 
@@ -128,7 +128,7 @@ def test_a_run_leaves_rows_is_not_made_twice_and_goes_on_where_it_was_stopped(da
     assert resumed == [True]
     assert run is HEAD
     assert (made.status, made.steps, made.seed, made.heads) == ("finished", 12, 0, 3)
-    assert made.params == sum(p.numel() for p in load_trained(tmp_path / HEAD.folder).model.parameters())
+    assert made.params == sum(p.numel() for p in load_model(tmp_path / HEAD.folder).model.parameters())
     assert not list((tmp_path / HEAD.folder / "checkpoints").iterdir())
 
     monkeypatch.setattr(classify, "train_classifier", None)

@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from sima_attn._settings import to_dict, with_overrides
+from sima_attn.models.building import build_model
 from sima_attn.nn import SimAttention
 from sima_attn.nn.baselines.softmax import SoftmaxAttention
 from sima_attn.train.checkpoint import checkpoints, load_newest
-from sima_attn.train.classify import Classification, build_model, train_classifier
+from sima_attn.train.classify import Classification, train_classifier
 from sima_attn.train.engine import first_non_finite, start_fabric
 from sima_attn.train.logs import read_log
 from sima_attn.train.recipes import Model, Optim, Schedule
@@ -213,7 +214,7 @@ def test_drop_path_is_the_same_in_every_block_and_absent_in_class_attention(name
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (Model("sima_diet_tiny_patch16_224"), r"unknown model .*did you mean sima_deit_tiny"),
+        (Model("sima_diet_tiny_patch16_224"), r"unknown model .*did you mean 'sima_deit_tiny"),
         (Model("sima_cvt_13", num_classes=7), r"the data have 10 classes, model\.num_classes is 7"),
         (Model("sima_cvt_13", kwargs={"depht": 3}), r"cannot be built with .*depht"),
         (Model("resnet18", "sima"), r"nothing in this ResNet could be converted"),

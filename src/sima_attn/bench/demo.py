@@ -77,11 +77,11 @@ def _remove_old_twin(folder: Path, recipe) -> None:
 
 def _train_twin(recipe, folder: Path, quiet: bool) -> TwinRow:
     from sima_attn.audit import audit
+    from sima_attn.models.loading import load_model
     from sima_attn.train.classify import train_classifier
-    from sima_attn.train.evaluate import load_trained
 
     finished = train_classifier(recipe, folder, device="cpu", quiet=quiet)
-    report = audit(load_trained(folder).model, recipe.data.size)
+    report = audit(load_model(folder).model, recipe.data.size)
     return TwinRow(
         attention=recipe.model.attention,
         params=report.params,

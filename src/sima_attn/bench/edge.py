@@ -213,7 +213,6 @@ def _make_files(
     import timm
     import torch
 
-    import sima_attn.models  # noqa: F401  registers our names with timm
     from sima_attn.export.onnx import export_onnx
     from sima_attn.export.quantize import quantized_graph
 

@@ -66,9 +66,10 @@ def look_at_photos(out: Path) -> None:
 
     from PIL import Image
 
-    from sima_attn.cli.classify import print_classes, top_classes, trained_subject
+    from sima_attn.cli.classify import print_classes, top_classes
     from sima_attn.explain.gallery import Gallery
-    from sima_attn.explain.subject import shipped_models
+    from sima_attn.explain.photo_model import load_photo_model
+    from sima_attn.models.pretrained import shipped_models
 
     if not shipped_models():
         console.print("No trained weights come with this version, so there are no photos to classify yet.")
@@ -78,12 +79,12 @@ def look_at_photos(out: Path) -> None:
         return
     from skimage import data
 
-    subject = trained_subject(None)
-    console.print(f"{subject.name}, a SimA model of this package, on two photos of scikit-image:", highlight=False)
+    model = load_photo_model()
+    console.print(f"{model.name}, a SimA model of this package, on two photos of scikit-image:", highlight=False)
     photos = {name: Image.fromarray(getattr(data, name)()) for name in PHOTOS}
     for name, photo in photos.items():
-        print_classes(f"{name} ({PHOTOS[name]})", top_classes(subject, photo, 5))
-    drawn = Gallery([subject]).write_one(photos[DRAWN], DRAWN, out / "heatmap.png")
+        print_classes(f"{name} ({PHOTOS[name]})", top_classes(model, photo, 5))
+    drawn = Gallery([model]).write_one(photos[DRAWN], DRAWN, out / "heatmap.png")
     console.print(f"Where it looks in {DRAWN}: {drawn}", highlight=False, soft_wrap=True)
 
 

@@ -229,12 +229,10 @@ class _Taking:
     ) -> None:
         from dataclasses import replace
 
-        from sima_attn.models.pretrained import weights_file
-
         self.path = data if data is not None else backbone.data.path
         if not self.path:
             raise ValueError(f"{model} is a registered model: say with --data which images to take")
-        if not backbone.data.path and not weights_file(model).is_file():
+        if not backbone.trained:
             teller()(f"{model} comes without weights: these are the features of random ones")
         self.workers = workers
         changes: dict[str, Any] = {"size": size, "workers": workers}

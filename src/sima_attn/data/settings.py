@@ -1,7 +1,9 @@
 """Settings of a recipe that describe images: which, of what size, and how training varies them."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from sima_attn._settings import (
     Limit,
@@ -13,10 +15,16 @@ from sima_attn._settings import (
     Range,
     Share,
     between,
+    from_dict,
     one_of,
 )
+from sima_attn.models.preprocessing import Preprocessing
+
+if TYPE_CHECKING:
+    from sima_attn.models.loading import LoadedModel
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+MOST_IN_FILE = {"size": 2**13, "side": 2**13, "longest": 2**13, "eval_batch": 2**10, "workers": 2**8}
 Hue = Annotated[float, between(0, 0.5)]
 
 
@@ -52,6 +60,27 @@ class Data:
     std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = IMAGENET_STD
     workers: NonNegativeInt = 8
     cache: bool = False
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """How evaluation prepares an image."""
+        return Preprocessing(self.size, self.mean, self.std, self.crop_ratio, self.interpolation)
+
+    @classmethod
+    def of_model(cls, loaded: LoadedModel) -> Data:
+        """The settings of the run that trained a model; without a run, its preprocessing and no path."""
+        if "recipe" not in loaded.about:
+            return cls("", workers=0, **vars(loaded.preprocessing))
+        data = from_dict(cls, loaded.about["recipe"]["data"])
+        check_limits(data)
+        return data
+
+
+def check_limits(data: Any) -> None:
+    """Raise for data settings that no file needs: anyone may have written it."""
+    for name, most in MOST_IN_FILE.items():
+        if getattr(data, name, 0) > most:
+            raise ValueError(f"data.{name} may be {most} at most in a file, got {getattr(data, name)}")
 
 
 @dataclass(frozen=True)

@@ -36,9 +36,9 @@ from sima_attn.data.loader import (
 )
 from sima_attn.dino.knn_monitor import KnnProbe
 from sima_attn.dino.recipes import DinoRecipe, Distill
+from sima_attn.models.building import build_model, set_token_refs
 from sima_attn.models.compiled import compile_blocks
 from sima_attn.ops.eager import without_autocast
-from sima_attn.probe.features import build_backbone
 from sima_attn.report.progress import RunProgress
 from sima_attn.train.classify import output_at
 from sima_attn.train.engine import RunSummary, Task
@@ -182,6 +182,13 @@ def teacher_temperature(distill: Distill, epoch: int) -> float:
 def move_teacher(teacher: list[Tensor], student: list[Tensor], momentum: float) -> None:
     """teacher <- momentum * teacher + (1 - momentum) * student, for parameters; the teacher keeps its own buffers."""
     torch._foreach_lerp_(teacher, student, 1 - momentum)
+
+
+def build_backbone(recipe: DinoRecipe) -> nn.Module:
+    """The model of a recipe without classifier: images -> features [B, C]."""
+    model = build_model(recipe.model, 0)
+    set_token_refs(model, recipe.data.size, recipe.distill.token_ref, recipe.distill.class_token_ref)
+    return model.train()
 
 
 def check_takes_crops(model: nn.Module, recipe: DinoRecipe) -> int:

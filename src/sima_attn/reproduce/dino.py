@@ -224,8 +224,8 @@ def make_dino_run(
     from sima_attn.data import open_data
     from sima_attn.data.cache import decode_once
     from sima_attn.data.loader import seed_everything
-    from sima_attn.dino.task import CollapseError
-    from sima_attn.probe.features import build_backbone, load_backbone
+    from sima_attn.dino.task import CollapseError, build_backbone
+    from sima_attn.probe.features import load_backbone
     from sima_attn.report.progress import RunProgress
     from sima_attn.train.checkpoint import checkpoints
     from sima_attn.train.engine import NonFiniteError

@@ -307,7 +307,7 @@ def _parameters(recipe: Recipe) -> int:
     import torch
 
     from sima_attn.data import open_data
-    from sima_attn.train.classify import build_model
+    from sima_attn.models.building import build_model
 
     with torch.device("meta"):
         model = build_model(recipe.model, len(open_data(recipe.data.path, "val").classes))
@@ -315,13 +315,14 @@ def _parameters(recipe: Recipe) -> int:
 
 
 def _at_other_sizes(run: MiniatureRun, folder: Path, device: str) -> list[SizeRow]:
-    from sima_attn.train.evaluate import evaluate, load_trained
+    from sima_attn.models.loading import load_model
+    from sima_attn.train.evaluate import evaluate
 
-    loaded = load_trained(folder)
+    loaded = load_model(folder)
     workers = min(8, os.cpu_count() or 1) if device == "cuda" else 0
     rows = []
     for px in OTHER_SIZES:
-        differs = run.attention == "sima" and px != loaded.data.size
+        differs = run.attention == "sima" and px != loaded.preprocessing.size
         for token_ref in (False, True) if differs else (False,):
             result = evaluate(loaded, size=px, token_ref=token_ref, device=device, workers=workers)
             rows.append(SizeRow(run.name, run.seed, run.epochs, px, token_ref, result.top1, result.top5))

@@ -6,8 +6,8 @@ Values of the paper's models are those that the paper prints, otherwise those of
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Annotated
 
 from sima_attn._errors import unknown_name
 from sima_attn._settings import (
@@ -22,39 +22,7 @@ from sima_attn._settings import (
     one_of,
 )
 from sima_attn.data.settings import Augment, Data
-
-
-@dataclass(frozen=True)
-class Model:
-    """Any model in timm's registry, including the models of this package.
-
-    Attributes:
-        name: Name in timm's registry.
-        attention: Name of an attention in our registry; None keeps the model's own. Models of other packages are
-            converted.
-        num_classes: None uses the number of classes of the data; any other number is an error.
-        drop_path: Rate of stochastic depth.
-        constant_drop_path: Use the same rate in every block, as in the authors' code, instead of one that grows with
-            depth.
-        kwargs: Further arguments of the model.
-    """
-
-    name: str
-    attention: str | None = None
-    num_classes: PositiveInt | None = None
-    drop_path: Probability = 0.0
-    constant_drop_path: bool = True
-    kwargs: dict[str, Any] = field(default_factory=dict)
-
-    def check_relations(self) -> None:
-        """Raise where a model argument would be overwritten by a setting."""
-        for argument, setting, overwrites in (
-            ("num_classes", "num_classes", True),
-            ("drop_path_rate", "drop_path", self.drop_path > 0),
-            ("attention", "attention", self.attention is not None),
-        ):
-            if overwrites and argument in self.kwargs:
-                raise ValueError(f"model.kwargs.{argument} would be overwritten by model.{setting}; set that instead")
+from sima_attn.models.settings import ModelSettings as Model
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from typing import Any
 from sima_attn._files import atomic_write
 from sima_attn._settings import differences, to_dict
 from sima_attn._version import __version__
-from sima_attn.train.checkpoint import checkpoints
+from sima_attn.models.weight_files import CHECKPOINTS, RECIPE, WEIGHTS, checkpoints
 from sima_attn.train.recipe_files import recipe_from_file
 from sima_attn.train.recipes import Recipe
 
@@ -37,17 +37,17 @@ class RunFolder:
     @property
     def recipe_file(self) -> Path:
         """The recipe with all overrides."""
-        return self.path / "recipe.yaml"
+        return self.path / RECIPE
 
     @property
     def checkpoints(self) -> Path:
         """Folder of the checkpoints."""
-        return self.path / "checkpoints"
+        return self.path / CHECKPOINTS
 
     @property
     def weights(self) -> Path:
         """The trained model, without the optimiser."""
-        return self.path / "weights.safetensors"
+        return self.path / WEIGHTS
 
     @property
     def curve(self) -> Path:
