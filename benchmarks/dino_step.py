@@ -17,9 +17,9 @@ import torch
 from sima_attn._devices import resolve_device
 from sima_attn._settings import with_overrides
 from sima_attn.dino.task import train_dino
-from sima_attn.report.rows import provenance, write_rows
+from sima_attn.report.rows import provenance_columns, write_rows
 from sima_attn.report.tables import TextTable
-from sima_attn.reproduce.dino import DINO, GRID, dino_recipe
+from sima_attn.reproduce import dino
 from sima_attn.train.logs import read_log
 from sima_attn.train.recorded import PLAIN_STEPS
 
@@ -57,10 +57,10 @@ def bench_dino_step(
         epochs: Epochs of the digits, 11 steps each at a batch of 128.
         settings: Changes to the recipe, as for `--set`.
     """
-    runs = {run.name: run for run in GRID if run.weights == DINO}
+    runs = {run.name: run for run in dino.RUNS if run.weights == dino.DINO}
     for name in names:
         torch.compiler.reset()  # blocks of different models are different code under the same name
-        base = dino_recipe(replace(runs[name], epochs=epochs), "digits", on_gpu=device == "cuda")
+        base = dino.dino_recipe(replace(runs[name], epochs=epochs), "digits", on_gpu=device == "cuda")
         base = with_overrides(base, ("probe.bank=0", f"run.log_steps={LOG_STEPS}", *settings))
         for compiled, recorded in MODES.values():
             if recorded and device != "cuda":
@@ -84,7 +84,7 @@ def bench_dino_step(
                 steps=finished.steps,
                 ms=round(1e3 * recipe.run.batch / rate, 2),
                 images_per_second=rate,
-                **provenance(device),
+                **provenance_columns(device),
             )
 
 
@@ -93,7 +93,7 @@ def dino_step_table(rows: Sequence[DinoStepRow]) -> TextTable:
     modes = {flags: mode for mode, flags in MODES.items()}
     times = {(row.name, modes[row.compiled, row.recorded]): f"{row.ms:.1f}" for row in rows}
     measured = [mode for mode in MODES if any(key[1] == mode for key in times)]
-    about = {run.name: run.about for run in GRID}
+    about = {run.name: run.about for run in dino.RUNS}
     names = list(dict.fromkeys(row.name for row in rows))
     lines = [[name, about[name], *(times.get((name, mode), "-") for mode in measured)] for name in names]
     bold = {i for i, name in enumerate(names) if name == "sima"}
@@ -104,7 +104,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Measure, write rows, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/bench/dino_step.csv"), help="CSV file for the rows")
-    choices = [run.name for run in GRID if run.weights == DINO]
+    choices = [run.name for run in dino.RUNS if run.weights == dino.DINO]
     parser.add_argument("--only", action="append", choices=choices, help=f"repeatable (default: {', '.join(RUNS)})")
     parser.add_argument("--epochs", type=int, default=6, help="epochs of the digits, 11 steps each")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the recipe")

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from sima_attn._devices import resolve_device
 from sima_attn.probe.knn import nearest, vote_accuracy
-from sima_attn.report.rows import provenance, write_rows
+from sima_attn.report.rows import provenance_columns, write_rows
 from sima_attn.report.tables import TextTable
 
 CLASSES, NOISE = 1000, 1.5  # standard deviation of a feature around its class centre; that of the centres is 1
@@ -113,7 +113,7 @@ def bench_knn(
                     peak_host_mib=round(peak.host, 1),
                     top1=round(voted.top1, 2),
                     recall=round(recall, 4),
-                    **provenance(device),
+                    **provenance_columns(device),
                 )
             )
     return rows

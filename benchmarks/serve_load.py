@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from sima_attn.report.rows import provenance, write_rows
+from sima_attn.report.rows import provenance_columns, write_rows
 
 START_SECONDS = 120  # for the server to load its model
 MAX_GROWTH = 1.1  # memory at the end over memory after a quarter of the time; more is a leak
@@ -147,7 +147,7 @@ def summarise(tally: Tally, memory: list[float], *, model: str, clients: int, se
         peak_mib=round(max(memory), 1),
         end_mib=round(memory[-1], 1),
         cores=os.cpu_count() or 1,
-        **provenance("cpu"),
+        **provenance_columns("cpu"),
     )
 
 

@@ -83,7 +83,7 @@ def today() -> str:
     return datetime.date.today().isoformat()
 
 
-def provenance(device: str) -> dict[str, Any]:
+def provenance_columns(device: str) -> dict[str, Any]:
     """The columns of a row that say where it was measured: the processor behind `device`, torch's version, the date."""
     import torch
 
