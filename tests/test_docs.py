@@ -162,14 +162,14 @@ def test_every_benchmark_is_on_the_page_of_benchmarks():
 
 def tables_of_rows() -> list[tuple[str, str, str]]:
     """(page, file of rows, the table that the page has of them)."""
+    from dino_step import DinoStepRow, dino_step_table
+    from knn_search import KnnSpeedRow, knn_speed_table
     from sima_attn.bench.call_overhead import CallOverheadRow
     from sima_attn.bench.cpu import CpuRow
     from sima_attn.bench.demo import COUNTED_TOKENS, DemoRow, TwinRow, twins_table
     from sima_attn.bench.detect import DetectSpeedRow, detect_table
-    from sima_attn.bench.dino_step import DinoStepRow, dino_step_table
     from sima_attn.bench.edge import EdgeRow, edge_summary
     from sima_attn.bench.gpu import FORWARD, TRAINING, GpuRow
-    from sima_attn.bench.knn import KnnSpeedRow, knn_speed_table
     from sima_attn.bench.model import ModelSpeedRow
     from sima_attn.bench.paper_edge import PaperEdgeRow, PaperGpuRow, paper_edge_table, paper_gpu_table
     from sima_attn.bench.tables import (

@@ -20,8 +20,8 @@ from sima_attn.detect.recipes import named_recipe
 from sima_attn.detect.task import train_detector
 from sima_attn.dino.recipes import named_dino_recipe
 from sima_attn.dino.task import train_dino
-from sima_attn.reproduce.dino import make_dino_run, planned_dino_runs
-from sima_attn.reproduce.miniature import make_run, planned_runs
+from sima_attn.reproduce import dino as dino_grid
+from sima_attn.reproduce import miniature
 from sima_attn.train.checkpoint import checkpoints, load_checkpoint, load_newest, save_checkpoint
 from sima_attn.train.classify import Classification, train_classifier
 from sima_attn.train.logs import CsvLog, read_log
@@ -194,15 +194,15 @@ def start_detector(out):
 
 
 def start_miniature(out):
-    run = planned_runs(["sima"])[0]
+    run = miniature.planned_runs(["sima"])[0]
     (out.parent / run.folder).symlink_to(out)
-    make_run(run, out.parent, "digits", device="cpu", quiet=True)
+    miniature.GRID.make_run(run, out.parent, "digits", device="cpu", quiet=True)
 
 
 def start_random_features(out):
-    run = planned_dino_runs(["random"])[0]
+    run = dino_grid.planned_dino_runs(["random"])[0]
     (out.parent / run.folder).symlink_to(out)
-    make_dino_run(run, out.parent, "digits", device="cpu", quiet=True)
+    dino_grid.GRID.make_run(run, out.parent, "digits", device="cpu", quiet=True)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from sima_attn._settings import to_dict
 from sima_attn.data.workers import leave_signals_to_parent, termination_blocked
 from sima_attn.detect import task
 from sima_attn.dino import task as dino
-from sima_attn.reproduce.grid import in_processes
+from sima_attn.reproduce.processes import in_processes
 from sima_attn.train import classify
 from sima_attn.train import start as train_start
 from sima_attn.train.checkpoint import load_newest

@@ -44,7 +44,8 @@ def demo(
 
 def compare_twins(out: Path) -> None:
     """Train both on the digits; print them side by side, and leave rows, curves and a figure."""
-    from sima_attn.bench.demo import plot_twins, train_twins, twins_table
+    from sima_attn.bench.demo import train_twins, twins_table
+    from sima_attn.bench.figures import plot_twins
     from sima_attn.report.figures import check_can_plot
     from sima_attn.report.rows import write_rows
 
