@@ -99,7 +99,7 @@ def _train_twin(recipe, folder: Path, quiet: bool) -> TwinRow:
 
 def twins_table(rows: Sequence[TwinRow]) -> TextTable:
     """The twins beside each other."""
-    header = ["attention", "test accuracy", "training", "exp() an image, attention", "elsewhere", "parameters"]
+    header = ["attention", "accuracy", "training", "exp(), attention", "exp(), other", "params"]
     lines = [
         [
             row.attention,
@@ -138,12 +138,12 @@ def plot_twins(rows: Sequence[TwinRow], out: Path, path: Path) -> None:
     names = [row.attention for row in rows]
     for axes, values, title, text in (
         (times, [row.seconds for row in rows], "training, seconds", "{:.0f} s"),
-        (exps, [row.attention_exps + row.other_exps for row in rows], "exp() an image", "{:,}"),
+        (exps, [row.attention_exps + row.other_exps for row in rows], "exp() per image", "{:,}"),
     ):
         bars = axes.bar(names, values, color=[colours[name] for name in names])
         axes.bar_label(bars, [text.format(value) for value in values])
         axes.set_title(title)
-    figure.suptitle(f"The same recipe, one word changed. {rows[0].threads} thread, {rows[0].device}")
+    figure.suptitle(f"The same recipe, one word changed: model.attention. {rows[0].threads} thread, {rows[0].device}")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)
