@@ -1,6 +1,6 @@
 # Two commands for a newcomer: `make demo` and `make test`. Each sets up all it needs by itself.
 BENCHES := $(addprefix bench-,cpu gpu call-overhead model edge paper-edge paper-gpu detect-cpu detect-cuda dino knn serve)
-.PHONY: help demo serve browser test lint format docs tables clean $(BENCHES)
+.PHONY: help demo serve browser test test-shuffled lint doctor check format docs tables clean $(BENCHES)
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
@@ -9,34 +9,45 @@ UV := $(or $(shell command -v uv 2>/dev/null),.tools/uv/bin/uv)
 READY := .venv/.ready
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(READY) ## train SimA and its softmax twin on digits (about a minute), figures under runs/demo/
+demo: $(READY) ## train the same model with SimA and with softmax on digits (about a minute); figures in runs/demo/
 	.venv/bin/sima demo
 
-serve: $(READY) ## the page on which a photo is looked into, on 127.0.0.1:8000
+serve: $(READY) ## the web page: classify your photos and see heat maps, on 127.0.0.1:8000
 	.venv/bin/sima serve
 
-browser: ## Chromium for the tests of the pages (as root, on Debian), onnxruntime-web for the model in the browser
+browser: ## install Chromium for the browser tests (Debian, as root) and onnxruntime-web for the page /browser
 	scripts/get_browser.sh
 
 test: $(READY) ## the whole test suite
 	.venv/bin/pytest
+
+test-shuffled: $(READY) ## the command-line tests in one process, in random order, with a long TMPDIR
+	scripts/test_shuffled.sh
 
 lint: $(READY) ## ruff and mypy
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 
-format: $(READY) ## let ruff fix and format
+doctor: $(READY) ## versions of Python and the packages, devices, and a self-test of the operator
+	.venv/bin/sima doctor
+	.venv/bin/ruff --version
+	.venv/bin/mypy --version
+	.venv/bin/pytest --version
+
+check: doctor lint test test-shuffled ## everything that CI runs
+
+format: $(READY) ## fix and format with ruff
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
 
-docs: $(READY) ## the documentation as web pages -> site/index.html, every link checked
+docs: $(READY) ## build the documentation -> site/index.html; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
 	@echo "site/index.html; to search in it, serve it: .venv/bin/python -m http.server --directory site"
 
-tables: $(READY) ## write the tables of README and docs from the rows in benchmarks/results
+tables: $(READY) ## regenerate the tables in README and docs from the rows in benchmarks/results
 	.venv/bin/pytest -n0 --update-tables tests/test_docs.py::test_the_tables_of_the_pages_are_the_rows
 
 # Benchmarks whose rows and figures are committed. `sima bench` by itself writes to runs/bench/.
@@ -56,7 +67,7 @@ bench-serve: BENCH = python benchmarks/serve_load.py --out $(RESULTS)/serve.csv
 $(BENCHES): $(READY)
 	.venv/bin/$(BENCH)
 
-clean: ## remove the environment and everything runs have left
+clean: ## remove the environment, caches and runs/
 	rm -rf .venv .tools runs .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
 # The stamp is newer than pyproject.toml when the environment is up to date: then nothing is asked of uv.

@@ -15,6 +15,7 @@ import pytest
 import typer
 
 from sima_attn import cli
+from sima_attn.report.tables import TextTable
 
 REPOSITORY = Path(__file__).parents[1]
 DOCS = REPOSITORY / "docs"
@@ -160,6 +161,34 @@ def test_every_benchmark_is_on_the_page_of_benchmarks():
     assert commands - shown == set()
 
 
+def without(table: TextTable, column: str) -> TextTable:
+    """The table without a column."""
+    place = table.header.index(column)
+    header, *lines = [[*line[:place], *line[place + 1 :]] for line in (table.header, *table.lines)]
+    return TextTable(header, lines, table.bold)
+
+
+def with_columns(table: TextTable, *columns: str) -> TextTable:
+    """The table with these columns only."""
+    places = [table.header.index(column) for column in columns]
+    return TextTable(list(columns), [[line[place] for place in places] for line in table.lines], table.bold)
+
+
+def with_lines(table: TextTable, *starts: tuple[str, ...]) -> TextTable:
+    """The table with only the lines that start with these cells, in this order."""
+    found = {tuple(line[: len(start)]): line for start in starts for line in table.lines}
+    return TextTable(table.header, [found[start] for start in starts], bold=set())
+
+
+# The cases of `model.csv` in the README: what a user meets first, and where SimA pays.
+README_CASES = [
+    ("eager", "inference", "224, 1"),
+    ("compile", "inference", "224, 1"),
+    ("eager", "training", "224, 256"),
+    ("eager", "inference", "1024, 16"),
+]
+
+
 def tables_of_rows() -> list[tuple[str, str, str]]:
     """(page, file of rows, the table that the page has of them)."""
     from dino_step import DinoStepRow, dino_step_table
@@ -194,25 +223,33 @@ def tables_of_rows() -> list[tuple[str, str, str]]:
 
     cpu, gpu, paper = rows("cpu.csv", CpuRow), rows("gpu.csv", GpuRow), rows("paper_edge.csv", PaperEdgeRow)
     calls, models = rows("call_overhead.csv", CallOverheadRow), rows("model.csv", ModelSpeedRow)
+    cores = [gpu_table(gpu, direction) for direction in (FORWARD, TRAINING)]
+    cpu_cores = [cpu_table(cpu, 1, direction) for direction in (FORWARD, TRAINING)]
+    notes = "docs/engineering-notes.md"
     tables = [
-        ("docs/benchmarks.md", "cpu.csv", cpu_table(cpu, 1, FORWARD)),
-        ("docs/cpu-speed.md", "cpu.csv", cpu_table(cpu, 2, FORWARD)),
-        *(("docs/cpu-speed.md", "cpu.csv", cpu_table(cpu, threads, TRAINING)) for threads in (1, 2)),
+        ("README.md", "model.csv", without(with_lines(step_table(models), *README_CASES), "target")),
+        ("docs/benchmarks.md", "gpu.csv", gpu_summary(gpu)),
+        ("docs/benchmarks.md", "cpu.csv", without(cpu_cores[0], "goal")),
+        ("docs/cpu-speed.md", "cpu.csv", without(cpu_table(cpu, 2, FORWARD), "goal")),
+        *(("docs/cpu-speed.md", "cpu.csv", without(cpu_table(cpu, n, TRAINING), "goal")) for n in (1, 2)),
+        *((notes, "cpu.csv", with_columns(table, "B, H, N, D", "SimA", "goal")) for table in cpu_cores),
         ("docs/benchmarks.md", "demo.csv", demo_table(rows("demo.csv", DemoRow), COUNTED_TOKENS)),
         ("docs/benchmarks.md", "demo_twins.csv", twins_table(rows("demo_twins.csv", TwinRow))),
         ("docs/benchmarks.md", "table_1.csv", table_1(rows("table_1.csv", ModelRow))),
-        ("docs/detection.md", "detect_cpu.csv", detect_table(rows("detect_cpu.csv", DetectSpeedRow))),
-        ("docs/detection.md", "detect_cuda.csv", detect_table(rows("detect_cuda.csv", DetectSpeedRow))),
+        ("docs/detection.md", "detect_cpu.csv", without(detect_table(rows("detect_cpu.csv", DetectSpeedRow)), "goal")),
+        ("docs/detection.md", "detect_cuda.csv", without(detect_table(rows("detect_cuda.csv", DetectSpeedRow)), "goal")),
         ("docs/edge.md", "edge.csv", edge_summary(rows("edge.csv", EdgeRow))),
-        *(("docs/edge.md", "paper_edge.csv", paper_edge_table([r for r in paper if r.N == N])) for N in (256, 64)),
+        *(
+            ("docs/edge.md", "paper_edge.csv", without(paper_edge_table([r for r in paper if r.N == N]), "goal"))
+            for N in (256, 64)
+        ),
         ("docs/edge.md", "paper_gpu.csv", paper_gpu_table(rows("paper_gpu.csv", PaperGpuRow))),
-        ("README.md", "gpu.csv", gpu_summary(gpu)),
-        ("docs/gpu.md", "gpu.csv", gpu_table(gpu, FORWARD)),
-        ("docs/gpu.md", "gpu.csv", gpu_table(gpu, TRAINING)),
+        *(("docs/gpu.md", "gpu.csv", without(table, "goal")) for table in cores),
+        *((notes, "gpu.csv", with_columns(table, "B, N, H, D", "SimA", "of the limit", "goal")) for table in cores),
         ("docs/gpu.md", "call_overhead.csv", call_overhead_table(calls)),
-        ("docs/gpu.md", "model.csv", model_table(models)),
-        ("docs/gpu.md", "model.csv", step_table(models)),
-        ("docs/gpu.md", "model.csv and call_overhead.csv", targets_table(models, calls)),
+        ("docs/gpu.md", "model.csv", without(model_table(models), "target")),
+        ("docs/gpu.md", "model.csv", without(step_table(models), "target")),
+        (notes, "model.csv and call_overhead.csv", targets_table(models, calls)),
         ("docs/miniature.md", "miniature.csv", results_table(rows("miniature.csv", ResultRow))),
         ("docs/miniature.md", "miniature_sizes.csv", sizes_table(rows("miniature_sizes.csv", SizeRow))),
         ("docs/self-supervised.md", "dino.csv", dino_table(rows("dino.csv", DinoResultRow))),
@@ -259,6 +296,15 @@ def test_a_table_is_replaced_in_its_place():
     )
     with pytest.raises(ValueError, match=r"the page has 2 tables with the header\n\| a \|"):
         replace_table(page, longer, 2)
+
+
+def test_columns_and_lines_of_a_table_are_selected():
+    table = TextTable(["a", "b", "c"], [["1", "2", "3"], ["4", "5", "6"]], bold={1})
+    assert without(table, "b") == TextTable(["a", "c"], [["1", "3"], ["4", "6"]], bold={1})
+    assert with_columns(table, "c", "a") == TextTable(["c", "a"], [["3", "1"], ["6", "4"]], bold={1})
+    assert with_lines(table, ("4", "5")).lines == [["4", "5", "6"]]
+    with pytest.raises(KeyError):
+        with_lines(table, ("4", "2"))
 
 
 def test_every_public_name_is_in_the_reference_and_exists():

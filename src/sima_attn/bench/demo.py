@@ -98,7 +98,7 @@ def _train_twin(recipe, folder: Path, quiet: bool) -> TwinRow:
 
 def twins_table(rows: Sequence[TwinRow]) -> TextTable:
     """The twins beside each other."""
-    header = ["attention", "test accuracy", "training", "exp() an image, attention", "elsewhere", "parameters"]
+    header = ["attention", "accuracy", "training", "exp(), attention", "exp(), other", "params"]
     lines = [
         [
             row.attention,

@@ -10,7 +10,7 @@ from sima_attn.cli._shared import console, print_table, progress_bar
 app = typer.Typer()
 # Photos in scikit-image's package, and what they show. Of all of them the cat alone is among the 100 classes of the
 # shipped model (tabby, Egyptian cat, Persian cat); the cup shows what the model makes of what it was never taught.
-PHOTOS = {"chelsea": "a cat", "coffee": "a cup of coffee, none of its classes"}
+PHOTOS = {"chelsea": "a cat", "coffee": "a cup of coffee, which is not one of its classes"}
 DRAWN = "chelsea"
 
 
@@ -29,7 +29,7 @@ def demo(
         ),
     ] = None,
 ) -> None:
-    """Train a transformer without exp() and its softmax twin on digits, compare them; classify photos, draw a map."""
+    """Train the same small model with SimA and with softmax, compare them; classify two photos, draw a heat map."""
     if attentions:
         compare_attentions(out, 3.0 if seconds is None else seconds)
         return
@@ -50,13 +50,19 @@ def compare_twins(out: Path) -> None:
     from sima_attn.report.rows import write_rows
 
     check_can_plot()
+    console.print("Two small vision transformers learn scikit-learn's digits: the same recipe, one word changed.")
     rows = train_twins(
-        out, on_twin=lambda name: console.print(f"Training a vision transformer with {name} attention on 8x8 digits.")
+        out, on_twin=lambda name: console.print(f"Training with model.attention={name}", highlight=False)
     )
     figure = out / "twins.png"
     write_rows(out / "twins.csv", rows)
     plot_twins(rows, out, figure)
-    print_table(twins_table(rows), title="The same recipe, one word changed", caption=f"one thread, {rows[0].device}")
+    print_table(
+        twins_table(rows),
+        title="The same recipe, one word changed: model.attention",
+        caption=f"accuracy on the test digits; exp() evaluations per image; one thread, {rows[0].device}",
+    )
+    console.print("With sima, the whole network evaluates no exp(). The number of parameters is the same.")
     curves = ", ".join(str(out / row.attention / "learning_curve.png") for row in rows)
     console.print(f"Figure: {figure}\nCurves: {curves}\nRows:   {out / 'twins.csv'}", highlight=False, soft_wrap=True)
 
@@ -81,12 +87,16 @@ def look_at_photos(out: Path) -> None:
     from skimage import data
 
     model = load_photo_model()
-    console.print(f"{model.name}, a SimA model of this package, on two photos of scikit-image:", highlight=False)
+    console.print(
+        f"Classifying two photos of scikit-image with {model.name}, the trained model in this package:",
+        highlight=False,
+        soft_wrap=True,
+    )
     photos = {name: Image.fromarray(getattr(data, name)()) for name in PHOTOS}
     for name, photo in photos.items():
         print_classes(f"{name} ({PHOTOS[name]})", top_classes(model, photo, 5))
     drawn = Gallery([model]).write_one(photos[DRAWN], DRAWN, out / "heatmap.png")
-    console.print(f"Where it looks in {DRAWN}: {drawn}", highlight=False, soft_wrap=True)
+    console.print(f"Heat map of {DRAWN}: {drawn}", highlight=False, soft_wrap=True)
 
 
 def compare_attentions(out: Path, seconds: float) -> None:
