@@ -6,8 +6,9 @@ imported, the Auto classes know that type, and build the model with its attentio
 
 - The written configuration is sealed. It has an entry that every other configuration class refuses to set, with or
   without this package, at any depth.
-- A converted configuration in memory names SimA as the attention of the whole model, whatever is set. A model that is
-  built from it, but not converted, raises at its first attention.
+- A configuration that was read names no attention that transformers knows: no other model can be built from it.
+- That of a living model names SimA as the attention of the whole model, whatever is set. Another model that has it, but
+  was not converted, raises at its first attention.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from sima_attn.conversion.placing import CONVERTED, converted_modules, place
 
 MODEL_TYPE = "sima_attn"
 MARK = "sima_attn"  # the entry that lists the converted modules
+LIVING = "_sima_living"  # set where a converted model has this configuration
 # Properties of every configuration that cannot be set: an entry of that name in config.json is an error on loading.
 # In a live configuration the property hides the entry. Two, because transformers may drop one of them.
 SEALS = ("use_return_dict", "sub_configs")
@@ -40,9 +42,11 @@ SEAL = (
 class ConvertedConfig(Mixin):
     """The configuration of a model with converted attentions, whatever its class was before."""
 
+    use_return_dict = property(lambda self: self.return_dict)  # theirs warns, and saving reads what is sealed
+
     @property
     def _attn_implementation_internal(self) -> str:
-        return NAME
+        return NAME if LIVING in vars(self) else SEAL
 
     @_attn_implementation_internal.setter
     def _attn_implementation_internal(self, value: str | None) -> None:
@@ -56,6 +60,7 @@ class ConvertedConfig(Mixin):
         """As of the original class, under the model type of converted models."""
         entries = super().to_dict()  # type: ignore[misc]
         entries["model_type"] = MODEL_TYPE
+        entries.pop(LIVING, None)
         return entries
 
 
@@ -88,7 +93,8 @@ class SavedConfig(PreTrainedConfig):
             raise ValueError("this is no model that was converted to SimA: load it with from_pretrained")
         read = (cls.original or CONFIG_MAPPING[entries["model_type"]]).from_dict(entries, **kwargs)
         config = read[0] if kwargs.get("return_unused_kwargs") else read
-        for keys, modules in [((), {}), *marks]:  # the whole is a ConvertedConfig too, for the Auto classes
+        whole: dict[tuple[str, ...], dict[str, Any]] = {(): {}}  # a ConvertedConfig too, for the Auto classes
+        for keys, modules in (whole | dict(marks)).items():
             part = reduce(getattr, keys, config)
             implementation = part._attn_implementation
             _mark(part, modules)
@@ -103,6 +109,9 @@ class ConvertedModel(Mixin):
     """A transformers model that is built with the attentions converted that its configuration lists."""
 
     def __init__(self: Any, config: Any, *args, **kwargs) -> None:
+        for part in _with_sub_configs(config):
+            if isinstance(part, ConvertedConfig):
+                vars(part)[LIVING] = True
         super().__init__(config, *args, **kwargs)
         exchanged: dict[Any, Any] = {}
         for path, options in _listed(self).items():
@@ -161,6 +170,7 @@ def write_marks(model: Any) -> None:
         modules = {name.removeprefix(prefix): what for name, what in converted.items() if name.startswith(prefix)}
         if modules:
             _mark(part.config, modules)
+            vars(part.config)[LIVING] = True
         else:
             _unmark(part.config)
         for module in part.modules():
@@ -232,13 +242,14 @@ def _mark(config: Any, modules: dict[str, Any]) -> None:
     if not read_only:
         raise RuntimeError("this version of transformers would load a converted model as softmax: use 5.17 to 5.23")
     config.__class__ = _converted_config_class(without_mixin(type(config)))
-    mark = {"model_type": config.model_type, "modules": modules}
+    # Not "model_type": the class of that type would take the mark for a whole configuration.
+    mark = {"original_model_type": config.model_type, "modules": modules}
     vars(config).update({**dict.fromkeys(read_only, SEAL), MARK: mark})
 
 
 def _unmark(config: Any) -> None:
     config.__class__ = without_mixin(type(config))
-    for key in (*SEALS, MARK):
+    for key in (*SEALS, MARK, LIVING):
         vars(config).pop(key, None)
 
 
@@ -253,7 +264,7 @@ def _unseal(entries: dict[str, Any], keys: tuple[str, ...] = ()) -> Iterator[tup
         for seal in SEALS:
             entries.pop(seal, None)
         mark = entries.pop(MARK)
-        entries["model_type"] = mark["model_type"]
+        entries["model_type"] = mark["original_model_type"]
         yield keys, mark["modules"]
     for key, value in entries.items():
         if isinstance(value, dict):
