@@ -237,7 +237,11 @@ def tables_of_rows() -> list[tuple[str, str, str]]:
         ("docs/benchmarks.md", "demo_twins.csv", twins_table(rows("demo_twins.csv", TwinRow))),
         ("docs/benchmarks.md", "table_1.csv", table_1(rows("table_1.csv", ModelRow))),
         ("docs/detection.md", "detect_cpu.csv", without(detect_table(rows("detect_cpu.csv", DetectSpeedRow)), "goal")),
-        ("docs/detection.md", "detect_cuda.csv", without(detect_table(rows("detect_cuda.csv", DetectSpeedRow)), "goal")),
+        (
+            "docs/detection.md",
+            "detect_cuda.csv",
+            without(detect_table(rows("detect_cuda.csv", DetectSpeedRow)), "goal"),
+        ),
         ("docs/edge.md", "edge.csv", edge_summary(rows("edge.csv", EdgeRow))),
         *(
             ("docs/edge.md", "paper_edge.csv", without(paper_edge_table([r for r in paper if r.N == N]), "goal"))
