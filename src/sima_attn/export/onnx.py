@@ -29,7 +29,7 @@ from sima_attn.export.audit_report import AuditReport
 from sima_attn.export.preprocessing import Preprocessing
 from sima_attn.export.runtimes import PREFIX, open_model
 from sima_attn.nn import SimAttention, SimCrossAttention, SimMultiheadAttention
-from sima_attn.ops.api import Plan, check_order, watched_plans
+from sima_attn.ops.api import Plan, check_order, plan_callback
 
 if TYPE_CHECKING:
     import onnx
@@ -316,7 +316,7 @@ def _pin_orders(model: nn.Module, order: str, images: Tensor) -> dict[str, str]:
         found[caller] = plan.order
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(watched_plans(watch))
+        stack.enter_context(plan_callback(watch))
         for path, module in modules.items():
             stack.callback(module.register_forward_pre_hook(lambda *_, path=path: running.append(path)).remove)
             stack.callback(module.register_forward_hook(lambda *_: running.pop() and None).remove)
