@@ -1,7 +1,7 @@
 """sima-attn: vision transformers without a single exp().
 
-Names are imported when they are first used, so that `import sima_attn` and `sima --help` stay quick. Our
-models join timm's registry when timm is imported, before or after this package.
+Names are imported on first use, so that `import sima_attn` and `sima --help` stay fast. The models are registered with
+timm when timm is imported, before or after this package.
 """
 
 from importlib import import_module

@@ -1,57 +1,45 @@
-"""Makes our models known to timm as soon as both are imported, in either order, and imports neither by itself."""
+"""Registers our models with timm once both packages are imported, in either order.
+
+timm has no plugin mechanism: a model is known after the module that calls `register_model` is imported. That module
+needs timm and torch, which take seconds to import, so `import sima_attn` does not import it while timm is not imported.
+An import hook does so right after timm itself is imported.
+"""
 
 import sys
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
-from types import ModuleType
+from importlib.abc import MetaPathFinder
 from typing import Any
 
 MODELS = "sima_attn.models"
 
 
 def register_with_timm() -> None:
-    """Register now if timm is there, otherwise when it comes."""
+    """Register the models now if timm is imported, otherwise right after it is imported."""
     if "timm" in sys.modules:
         import_module(MODELS)
     else:
-        sys.meta_path.insert(0, _WhenTimmComes())
+        sys.meta_path.insert(0, TimmFinder())
 
 
-class _WhenTimmComes(MetaPathFinder):
-    """Finds timm where Python finds it anyway, and adds one step after its import.
+class TimmFinder(MetaPathFinder):
+    """Finds timm with the other finders and makes its loader register our models.
 
-    It stays until timm is really imported: others ask for the spec only to see whether timm is there.
+    It is removed only when timm is loaded, because `importlib.util.find_spec("timm")` finds timm without loading it.
     """
 
-    asking = False
-
-    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname != "timm" or self.asking:
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        """The spec of timm, or None for other modules."""
+        if fullname != "timm":
             return None
-        self.asking = True
-        try:
-            spec = find_spec("timm")
-        finally:
-            self.asking = False
+        others = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next((spec for spec in others if spec is not None), None)
         if spec is not None and spec.loader is not None:
-            spec.loader = _ThenRegister(spec.loader, self)
+            load: Any = spec.loader.exec_module
+
+            def load_and_register(module: Any) -> None:
+                sys.meta_path.remove(self)
+                load(module)
+                import_module(MODELS)
+
+            spec.loader.exec_module = load_and_register  # type: ignore[method-assign]
         return spec
-
-
-class _ThenRegister(Loader):
-    def __init__(self, timm_loader: Loader, finder: MetaPathFinder) -> None:
-        self.timm_loader = timm_loader
-        self.finder = finder
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self.timm_loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        sys.meta_path.remove(self.finder)
-        self.timm_loader.exec_module(module)
-        import_module(MODELS)
-
-    def __getattr__(self, name: str):
-        return getattr(self.timm_loader, name)  # get_data and the like, for importlib.resources
