@@ -10,13 +10,13 @@ import sys
 
 import pytest
 import torch
-from small_models import HONOURED, TEXT, TOKENS, VISION, build, build_clip, features, image, outputs
 from torch import nn
 
 from closeness import assert_close
 from sima_attn.conversion import convert, load_pretrained
 from sima_attn.conversion.placing import converted_modules
 from sima_attn.conversion.saved import SEALS
+from small_models import HONOURED, TEXT, TOKENS, VISION, build, build_clip, features, image, outputs
 
 transformers = pytest.importorskip("transformers")
 
@@ -243,9 +243,7 @@ def test_a_converted_module_that_is_not_there_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=r"blocks\.1\.attention was converted, and there is none in this ViTModel"):
         transformers.AutoModel.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(text.replace("layers.1.attention", "layers.1.mlp"))
-    with pytest.raises(
-        ValueError, match=r"layers\.1\.mlp cannot be converted .* does not call transformers' interface"
-    ):
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp cannot be converted .* does not call transformers' interface"):
         transformers.AutoModel.from_pretrained(tmp_path)
 
 

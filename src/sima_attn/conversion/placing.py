@@ -86,9 +86,7 @@ def _exchange(
     model.set_submodule(path, new)
     converted = Converted(path, kind, type(new).__name__, swap.kept, swap.dropped)
     return Placement(
-        converted,
-        partial(_check, model, path, old, new, _structure(new, old)),
-        partial(_put_back, model, path, old, swap),
+        converted, partial(_check, model, path, old, new, _structure(new, old)), partial(_put_back, model, path, old, swap)
     )
 
 

@@ -31,7 +31,7 @@ from sima_attn.export.runtimes import PREFIX, open_model
 from sima_attn.models.loading import classes_of
 from sima_attn.models.preprocessing import Preprocessing
 from sima_attn.nn import SimAttention, SimCrossAttention, SimMultiheadAttention
-from sima_attn.ops.api import Plan, check_order, watched_plans
+from sima_attn.ops.api import Plan, check_order, plan_callback
 
 if TYPE_CHECKING:
     import onnx
@@ -312,7 +312,7 @@ def _pin_orders(model: nn.Module, order: str, images: Tensor) -> dict[str, str]:
         found[caller] = plan.order
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(watched_plans(watch))
+        stack.enter_context(plan_callback(watch))
         for path, module in modules.items():
             stack.callback(module.register_forward_pre_hook(lambda *_, path=path: running.append(path)).remove)
             stack.callback(module.register_forward_hook(lambda *_: running.pop() and None).remove)
