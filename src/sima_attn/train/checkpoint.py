@@ -39,7 +39,10 @@ def checkpoints(folder: Path) -> list[Path]:
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """Load a checkpoint; only tensors and plain values are unpickled, never code."""
     check_readable(path)
-    return _load(path)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ValueError(f"the checkpoint {path} is damaged, or not a checkpoint: {error}") from error
 
 
 def check_readable(path: Path) -> None:
@@ -56,13 +59,6 @@ def check_readable(path: Path) -> None:
         raise ValueError(f"the checkpoint {path} is damaged, or not a checkpoint: {error}") from error
     if wrong is not None:
         raise ValueError(f"the checkpoint {path} is damaged: the checksum of {wrong} is wrong")
-
-
-def _load(path: Path) -> dict[str, Any]:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise ValueError(f"the checkpoint {path} is damaged, or not a checkpoint: {error}") from error
 
 
 def newest_readable(folder: Path, say: Callable[[str], None] = print) -> Path | None:
@@ -83,4 +79,4 @@ def newest_readable(folder: Path, say: Callable[[str], None] = print) -> Path | 
 def load_newest(folder: Path, say: Callable[[str], None] = print) -> dict[str, Any] | None:
     """Load the newest readable checkpoint, None if there is no checkpoint."""
     path = newest_readable(folder, say)
-    return None if path is None else _load(path)
+    return None if path is None else load_checkpoint(path)
