@@ -42,7 +42,7 @@ def between(low: float, high: float) -> Limit:
 
 
 def one_of(*names: str) -> Limit:
-    """These words."""
+    """One of these strings."""
     return Limit(f"one of {', '.join(names)}", names.__contains__)
 
 

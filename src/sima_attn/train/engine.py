@@ -135,28 +135,6 @@ def start_fabric(device: str, precision: str) -> Fabric:
     return fabric
 
 
-def fit(
-    task: Task,
-    recipe: Any,
-    folder: RunFolder,
-    fabric: Fabric,
-    progress: RunProgress,
-    *,
-    resume: bool,
-    about: dict[str, Any],
-    on_ready: Callable[[], None],
-) -> RunSummary:
-    """Train to the end, or until a signal stops the run.
-
-    Args:
-        recipe: A frozen dataclass with the groups `optim`, `schedule` and `run`.
-        resume: Start from the newest checkpoint in the folder, if there is one.
-        about: Plain values saved in every checkpoint: the recipe, the class names, the number of images.
-        on_ready: Called before the first file is written, when everything is built and the checkpoint is loaded.
-    """
-    return _Loop(task, recipe, folder, fabric, progress, about).train(resume, on_ready)
-
-
 class StepRates:
     """Learning rates of a `StepSchedule`, with the interface of timm's schedulers.
 
@@ -217,7 +195,14 @@ class Average(ModelEmaV3):
             average.copy_(weight)
 
 
-class _Loop:
+class TrainingLoop:
+    """Trains a task by a recipe, and writes logs and checkpoints to the folder of the run.
+
+    Args:
+        recipe: A frozen dataclass with the groups `optim`, `schedule` and `run`.
+        about: Plain values saved in every checkpoint: the recipe, the class names, the number of images.
+    """
+
     def __init__(
         self,
         task: Task,
@@ -268,6 +253,7 @@ class _Loop:
         self.metrics: dict[str, float] = {}
 
     def state(self) -> dict[str, Any]:
+        """The contents of a checkpoint."""
         return {
             "step": self.step,
             "model": self.task.model.state_dict(),
@@ -281,6 +267,7 @@ class _Loop:
         }
 
     def load(self, state: dict[str, Any]) -> None:
+        """Load a checkpoint; raise if its recipe or data differ from those of this run."""
         about = state["about"]
         saved = from_dict(type(self.recipe), about["recipe"] if "recipe" in about else about["detector"])
         refuse_changes(f"the checkpoint in {self.folder.checkpoints}", saved, self.recipe)
@@ -304,11 +291,18 @@ class _Loop:
         self.sums, self.metrics = state["sums"], state["metrics"]
 
     def save(self) -> None:
+        """Write a checkpoint, in the first process only."""
         if self.fabric.is_global_zero:
             save_checkpoint(self.folder.checkpoints, self.step, self.state())
         self.saved_at = time.monotonic()
 
-    def train(self, resume: bool, on_ready: Callable[[], None]) -> RunSummary:
+    def train(self, *, resume: bool, on_ready: Callable[[], None]) -> RunSummary:
+        """Train to the end, or until a signal stops the run.
+
+        Args:
+            resume: Start from the newest checkpoint in the folder, if there is one.
+            on_ready: Called before the first file is written, when everything is built and the checkpoint is loaded.
+        """
         state = load_newest(self.folder.checkpoints, self.progress.say) if resume else None
         if state is not None:
             self.load(state)
@@ -357,6 +351,7 @@ class _Loop:
         return (self.signals.received or signal.SIGTERM) if self.stop_agreed else None
 
     def one_step(self, batches: Iterator[Any]) -> None:
+        """Make one optimiser step."""
         self.scheduler.step_update(self.step)
         self.task.before_step(self.step, self.optimizer.param_groups)
         parts = self.run.accumulate
@@ -410,6 +405,7 @@ class _Loop:
         return dict(zip(numbers, means, strict=True))
 
     def log(self, means: dict[str, float]) -> None:
+        """Add the numbers of a step to the current row of the log, and write the row when it is complete."""
         for name, value in means.items():
             self.sums[name] = self.sums.get(name, 0.0) + value
         if self.step % self.run.log_steps and self.step != self.total:
@@ -443,6 +439,7 @@ class _Loop:
                     torch.distributed.broadcast(buffer, 0)
 
     def evaluate(self) -> None:
+        """Evaluate the model, and its average with run.ema, and log the metrics."""
         before = time.monotonic()
         self.share_statistics()
         with torch.compiler.set_stance("force_eager"):  # compiling does not pay for a few batches
@@ -460,6 +457,7 @@ class _Loop:
         self.logged_at += time.monotonic() - before  # throughput is measured without evaluation
 
     def save_if_due(self, stopping: bool) -> None:
+        """Write a checkpoint at the intervals of the recipe, when the run stops, and after the last step."""
         by_steps = self.run.checkpoint_steps and self.step % self.run.checkpoint_steps == 0
         by_time = time.monotonic() - self.saved_at > 60 * self.run.checkpoint_minutes
         if by_steps or by_time or stopping or self.step == self.total:
@@ -481,6 +479,7 @@ class _Loop:
         raise NonFiniteError(message, self.step + 1)
 
     def stop_at_non_finite_gradient(self) -> None:
+        """Name the first parameter whose gradient is not finite."""
         names = [
             name
             for name, p in self.task.model.named_parameters()
@@ -493,6 +492,7 @@ class _Loop:
         )
 
     def advice(self) -> str:
+        """What to do about numbers that are not finite."""
         return (
             f"Earlier checkpoints are in {self.folder.checkpoints}; try a lower optim.lr, optim.clip or "
             "run.precision=fp32"

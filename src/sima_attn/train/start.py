@@ -21,7 +21,7 @@ from sima_attn.report.figures import check_can_plot
 from sima_attn.report.progress import RunProgress
 from sima_attn.train.checkpoint import checkpoints
 from sima_attn.train.curves import plot_learning_curve
-from sima_attn.train.engine import RunSummary, Task, fit, start_fabric
+from sima_attn.train.engine import RunSummary, Task, TrainingLoop, start_fabric
 from sima_attn.train.recipe_files import sources_in, without_sources
 from sima_attn.train.recorded import check_can_be_recorded
 from sima_attn.train.run import RunFolder
@@ -85,7 +85,8 @@ def train_task(
             fabric.barrier()
 
         facts = about(task)
-        summary = fit(task, recipe, folder, fabric, progress, resume=resume, about=facts, on_ready=begin)
+        loop = TrainingLoop(task, recipe, folder, fabric, progress, facts)
+        summary = loop.train(resume=resume, on_ready=begin)
         if first:
             tensors = {name: t.detach().cpu().contiguous() for name, t in weights(task).state_dict().items()}
             with atomic_write(folder.weights) as temporary:
