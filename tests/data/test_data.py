@@ -310,7 +310,7 @@ def test_two_processes_name_broken_images_and_evaluate_what_is_saved(tmp_path):
     assert [line.split(": ")[1] for line in said] == [str(path) for path in paths], done.stderr
     logged = read_log(tmp_path / "run" / "eval.csv")[-1]
     for ema, name in ((False, "loss"), (True, "ema_loss")):
-        alone = evaluate(load_model(tmp_path / "run", ema=ema), say=said.append)
+        alone = evaluate(load_model(tmp_path / "run", branch="ema" if ema else None), say=said.append)
         assert float(logged[name]) == pytest.approx(alone.loss, rel=2e-6)
 
 

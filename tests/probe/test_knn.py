@@ -462,4 +462,4 @@ def test_a_model_by_name_needs_data_and_a_missing_run_is_named(tmp_path, monkeyp
     result = CliRunner().invoke(cli.app, ["knn", "sima_xcit_nano_12_p16_224"])
     assert "say with --data" in str(result.exception)
     result = CliRunner().invoke(cli.app, ["knn"])
-    assert "runs/dino-digits is neither a run's folder" in str(result.exception)
+    assert "unknown model, run folder or file 'runs/dino-digits'" in str(result.exception)

@@ -145,7 +145,7 @@ def edits():
         ),
         "an unknown setting": (setting("data", "url", "x"), "unknown setting of Data 'url'"),
         "no name of a model": (lambda about: about["recipe"]["model"].pop("name"), "ModelSettings lacks name"),
-        "no recipe": (lambda about: about.update(recipe="x"), "'model' must be a group of settings"),
+        "no recipe": (lambda about: about.update(recipe="x"), "was not written by `sima train`"),
         "a number of classes": (lambda about: about.update(classes=3), "`classes` must be a list of words"),
         "classes that are numbers": (
             lambda about: about.update(classes=[1, 2, 3]),

@@ -187,7 +187,7 @@ def move_teacher(teacher: list[Tensor], student: list[Tensor], momentum: float) 
 def build_backbone(recipe: DinoRecipe) -> nn.Module:
     """The model of a recipe without classifier: images -> features [B, C]."""
     model = build_model(recipe.model, 0)
-    set_token_refs(model, recipe.data.size, recipe.distill.token_ref, recipe.distill.class_token_ref)
+    set_token_refs(model, recipe.data.size, vars(recipe.distill))
     return model.train()
 
 

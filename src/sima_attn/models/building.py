@@ -100,11 +100,11 @@ def _set_drop_path(model: nn.Module, rate: float) -> None:
                 setattr(block, child, DropPath(rate))
 
 
-def set_token_refs(model: nn.Module, size: int, token_ref: bool, class_token_ref: bool) -> None:
-    """Make a backbone of `sima dino` independent of the crop size, in the attentions that its recipe names."""
-    if class_token_ref:
+def set_token_refs(model: nn.Module, size: int, distill: Mapping[str, Any]) -> None:
+    """What the group `distill` of a DINO recipe changes in the backbone."""
+    if distill.get("class_token_ref"):
         set_class_token_ref(model, size)
-    if token_ref:
+    if distill.get("token_ref"):
         set_token_ref(model, size)
 
 

@@ -108,8 +108,6 @@ def load_model(
         loaded = _from_name(name, file or weights, pretrained)
     model: Any = loaded.model
     if features and getattr(model, "num_classes", None) != 0:
-        if not hasattr(model, "reset_classifier"):
-            raise ValueError(f"{type(model).__name__} has no reset_classifier, so its features cannot be read")
         model.reset_classifier(0)
     model.to(device).eval()
     return loaded
@@ -135,9 +133,7 @@ def _from_name(name: str, file: str | Path | None, pretrained: bool | None) -> L
         # Without being asked, only the weights that come with the package are loaded: nothing is downloaded.
         pretrained = name in shipped_models() if pretrained is None else pretrained
         model = timm.create_model(name, pretrained=pretrained)
-    preprocessing = Preprocessing.of_model(model)
-    if preprocessing is None:
-        raise ValueError(f"timm's configuration of {name} does not say how a photo becomes its input")
+    preprocessing: Any = Preprocessing.of_model(model)  # timm has a configuration of every model
     trained = file is not None or bool(pretrained)
     return LoadedModel(name, model, preprocessing, *classes_of(model), trained=trained)
 
@@ -157,37 +153,29 @@ def classes_of(model: nn.Module) -> tuple[list[str] | None, dict[str, str]]:
 def _from_run(path: Path, branch: str | None, features: bool) -> LoadedModel:
     file = weights_of_run(path, branch=branch) if path.is_dir() else path
     about, weights = read_weights(file, branch)
-    has_classes = about.get("task") != "dino"
     if "detector" in about:
         raise ValueError(f"{path} is a detector: use `sima detect predict` or `sima detect eval`")
-    if not has_classes and not features:
+    is_dino, recipe = about.get("task") == "dino", about.get("recipe")
+    if is_dino and not features:
         raise ValueError(f"{path} has features and no classes: use `sima knn` or `sima linear`")
-    if "recipe" not in about:
+    if not isinstance(recipe, Mapping):
         raise not_ours(file)
-    classes = class_names_in(about, file) if has_classes else []
+    classes = [] if is_dino else class_names_in(about, file)
     try:
-        model_group, data_group = (_group(about["recipe"], name) for name in ("model", "data"))
-        settings = without_sources(from_dict(ModelSettings, model_group))
+        settings = without_sources(from_dict(ModelSettings, recipe.get("model", {})))
         check_arguments(settings)
-        preprocessing = Preprocessing.from_recipe(data_group)
+        preprocessing = Preprocessing.from_recipe(recipe.get("data", {}))
     except ValueError as error:
         raise ValueError(f"the recipe in {file} cannot be used: {error}") from error
     check_size(partial(create_model, settings, len(classes)), weights, file)
     model: Any = build_model(settings, len(classes))
-    distill: dict[str, Any] = about["recipe"].get("distill") or {}
-    set_token_refs(model, preprocessing.size, bool(distill.get("token_ref")), bool(distill.get("class_token_ref")))
+    if is_dino:
+        set_token_refs(model, preprocessing.size, recipe.get("distill", {}))
     check_fits(weights, model.state_dict(), f"the weights in {file} do not fit the model of its recipe")
     model.load_state_dict(weights)
     # timm's configuration describes how others are trained; this model takes images as its run prepared them.
     model.pretrained_cfg = {**model.pretrained_cfg, **preprocessing.to_timm()}
-    return LoadedModel(path.name, model, preprocessing, classes if has_classes else None, about=about)
-
-
-def _group(recipe: Any, name: str) -> Mapping[str, Any]:
-    group = recipe.get(name) if isinstance(recipe, Mapping) else None
-    if not isinstance(group, Mapping):
-        raise ValueError(f"its group {name!r} must be a group of settings, got {str(group)[:200]!r}")
-    return group
+    return LoadedModel(path.name, model, preprocessing, None if is_dino else classes, about=about)
 
 
 def class_names_in(about: Mapping[str, Any], where: Path) -> list[str]:

@@ -72,10 +72,10 @@ class Preprocessing:
     @classmethod
     def from_recipe(cls, data: Mapping[str, Any]) -> Preprocessing:
         """From the group `data` of a recipe, as `to_dict` writes it; anyone may have written the file it comes from."""
-        missing = [name for name in ("size", "mean", "std") if name not in data]
-        if missing:
-            raise ValueError(f"the data settings lack {', '.join(missing)}")
-        return cls(**{name: data[name] for name in cls.__dataclass_fields__ if name in data})
+        try:
+            return cls(**{name: data[name] for name in cls.__dataclass_fields__ if name in data})
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"its data settings do not describe images: {error}") from error
 
     @classmethod
     def from_json(cls, text: str) -> Preprocessing:
