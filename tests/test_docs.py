@@ -194,11 +194,12 @@ def tables_of_rows() -> list[tuple[str, str, str]]:
     from dino_step import DinoStepRow, dino_step_table
     from knn_search import KnnSpeedRow, knn_speed_table
     from sima_attn.bench.call_overhead import CallOverheadRow
+    from sima_attn.bench.cores import FORWARD, TRAINING
     from sima_attn.bench.cpu import CpuRow
     from sima_attn.bench.demo import COUNTED_TOKENS, DemoRow, TwinRow, twins_table
     from sima_attn.bench.detect import DetectSpeedRow, detect_table
     from sima_attn.bench.edge import EdgeRow, edge_summary
-    from sima_attn.bench.gpu import FORWARD, TRAINING, GpuRow
+    from sima_attn.bench.gpu import GpuRow
     from sima_attn.bench.model import ModelSpeedRow
     from sima_attn.bench.paper_edge import PaperEdgeRow, PaperGpuRow, paper_edge_table, paper_gpu_table
     from sima_attn.bench.tables import (

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from sima_attn.bench import cpu, demo
-from sima_attn.bench.cpu import CASES, FORWARD, TRAINING, Case, CpuRow, bench_cpu
+from sima_attn.bench.cores import FORWARD, TRAINING
+from sima_attn.bench.cpu import CASES, Case, CpuRow, bench_cpu
 from sima_attn.bench.figures import plot_time_against_tokens
 from sima_attn.bench.tables import cpu_table
 from sima_attn.nn import ATTENTIONS

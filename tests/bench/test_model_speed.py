@@ -43,7 +43,6 @@ def on_cpu(monkeypatch):
     for name, value in {
         "DEVICE": "cpu",
         "check_cuda": lambda: None,
-        "device_name": lambda: "none",
         "time_calls": timer,
         "time_graphs": timer,
         "_peak_mib": lambda step, mode: 0.0,
@@ -203,7 +202,7 @@ def test_a_file_of_another_version_is_refused_before_anything_is_measured(monkey
     (tmp_path / "old.csv").write_text("model,called_ms\ndeit,1\n")
     result = CliRunner().invoke(cli.app, ["bench", "model", "--update", "--out", str(tmp_path / "old.csv")])
     assert isinstance(result.exception, ValueError)
-    assert "written by another version" in str(result.exception)
+    assert "another version wrote the file" in str(result.exception)
 
 
 def test_graphs_and_calls_have_their_own_tables(tmp_path):

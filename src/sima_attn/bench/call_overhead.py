@@ -1,6 +1,6 @@
-"""CPU time per call of the attention operator: SimA's against torch's softmax attention, both from one packed qkv.
+"""CPU time per call of the attention operator: SimA against torch's softmax attention, both from packed qkv.
 
-At small sizes the GPU waits for Python, and this is the time that counts.
+At small sizes the GPU waits for Python, and this is the time that matters.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -12,21 +12,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sima_attn.bench.gpu import DIRECTIONS, TRAINING, check_error
+from sima_attn.bench.cores import DIRECTIONS, TRAINING, unpack
+from sima_attn.bench.gpu import check_kernels
 from sima_attn.ops import sima_attention_qkv
-from sima_attn.report.cuda_timing import ENQUEUED_CALLS, check_cuda, device_name, time_enqueuing
-from sima_attn.report.rows import cpu_name, today
+from sima_attn.report.cuda_timing import ENQUEUED_CALLS, check_cuda, time_enqueuing
+from sima_attn.report.rows import cpu_name, provenance_columns
 
 SHAPES = ((1, 196, 6, 64), (32, 196, 6, 64))  # B, N, H, D: DeiT-S at 224 px
-# "module": from the output of the projection to the input of the next one, with the views in between, as timm's
-# Attention has them. "operator": the call of the operator alone.
+# "module": from the output of one projection to the input of the next, including the views in between, as in timm's
+# Attention. "operator": the operator alone.
 MODULE, OPERATOR = "module", "operator"
-TARGET = 1.0  # of the form "module"
+TARGET = 1.0  # for "module"
 
 
 @dataclass(frozen=True)
 class CallOverheadRow:
-    """One method in one form; `speedup` is the median of softmax in the same form and run over its own."""
+    """One method in one form; `speedup` is the median time of softmax in the same form over that of the method."""
 
     method: str
     form: str
@@ -53,12 +54,12 @@ class CallOverheadRow:
 def bench_call_overhead(
     *, shapes: Sequence[tuple[int, int, int, int]] = SHAPES, seconds: float = 2.0
 ) -> Generator[list[CallOverheadRow]]:
-    """The rows of one shape and direction after the other."""
+    """The rows of each shape and direction."""
     check_cuda()
     import triton
 
     for B, N, H, D in shapes:
-        check_error(torch.randn(1, N, 3, H, D, device="cuda", dtype=torch.bfloat16))
+        check_kernels(torch.randn(1, N, 3, H, D, device="cuda", dtype=torch.bfloat16))
         for direction in DIRECTIONS:
             calls = create_calls(B, N, H, D, direction, "cuda")
             with nullcontext() if direction == TRAINING else torch.inference_mode():
@@ -75,16 +76,11 @@ def bench_call_overhead(
                     dtype="bfloat16",
                     speedup=round(timings[str(("softmax", form))].p50 / timing.p50, 3),
                     target=TARGET if (method, form) == ("sima", MODULE) else 0.0,
-                    p20_us=round(timing.p20 * 1e6, 2),
-                    p50_us=round(timing.p50 * 1e6, 2),
-                    p80_us=round(timing.p80 * 1e6, 2),
-                    samples=timing.samples,
+                    **timing.columns("us", 2),
                     calls_per_sample=ENQUEUED_CALLS,
                     cpu=cpu_name(),
-                    device=device_name(),
-                    torch=torch.__version__,
                     triton=triton.__version__,
-                    date=today(),
+                    **provenance_columns("cuda"),
                 )
                 for method, form in calls
                 for timing in [timings[str((method, form))]]
@@ -94,19 +90,19 @@ def bench_call_overhead(
 def create_calls(
     B: int, N: int, H: int, D: int, direction: str, device: str
 ) -> dict[tuple[str, str], Callable[[], Tensor | tuple[Tensor, ...]]]:
-    """The call of each method in each form. It returns the output; in training the gradients of its inputs.
+    """(method, form) -> a call that returns the output or, in training, the gradients of its inputs.
 
-    Inputs and gradients lie in memory as a module gets them: views of a packed projection, tokens before heads.
+    Inputs and gradients have the memory layout they have in a module: views of a packed projection, tokens first.
     """
     generator = torch.Generator(device).manual_seed(0)
     projected = torch.randn(B, N, 3 * H * D, generator=generator, device=device).to(torch.bfloat16)
     grad = torch.randn(B, N, H * D, generator=generator, device=device).to(torch.bfloat16)
     packed = projected.detach().view(B, N, 3, H, D)
-    q, k, v = (t.detach() for t in packed.permute(2, 0, 3, 1, 4).unbind(0))  # [B, H, N, D] each
+    q, k, v = (t.detach() for t in unpack(packed))  # [B, H, N, D] each
     grad_heads = grad.view(B, N, H, D)
 
     def softmax_module() -> Tensor:
-        q, k, v = projected.reshape(B, N, 3, H, D).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k, v = unpack(projected.reshape(B, N, 3, H, D))
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, N, H * D)
 
     def sima_module() -> Tensor:

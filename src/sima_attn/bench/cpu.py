@@ -1,4 +1,4 @@
-"""SimA against softmax attention on the CPU: the attention core, from the packed qkv that a module holds."""
+"""SimA against softmax attention on the CPU: the attention core, from packed qkv."""
 
 import os
 import shutil
@@ -7,21 +7,19 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from sima_attn.bench.cores import DIRECTIONS, TRAINING, check_error, paper, softmax, unpack
 from sima_attn.ops import AttentionShape, choose_order, sima_attention_qkv
 from sima_attn.ops.cost import product_macs
 from sima_attn.ops.reference import algorithm_1
-from sima_attn.report.rows import cpu_name, today
+from sima_attn.report.rows import provenance_columns
 from sima_attn.report.timing import time_interleaved
-
-FORWARD, TRAINING = "forward", "forward + backward"
 
 
 @dataclass(frozen=True)
 class Case:
-    """A shape to measure, and how many times softmax's speed SimA should reach on one thread without compiling."""
+    """A shape, and the target: the speed relative to softmax on one thread, not compiled."""
 
     B: int
     H: int
@@ -45,30 +43,13 @@ CASES = (
 )
 
 
-def views(qkv: Tensor) -> tuple[Tensor, ...]:
-    """q, k and v [B, H, N, D] of packed qkv [B, N, 3, H, D]."""
-    return qkv.permute(2, 0, 3, 1, 4).unbind(0)
-
-
-def softmax(qkv: Tensor) -> Tensor:
-    """Softmax attention of packed qkv [B, N, 3, H, D] -> [B, N, H, D]."""
-    q, k, v = views(qkv)
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
-
-
-def paper(qkv: Tensor) -> Tensor:
-    """Algorithm 1 with F.normalize, as the authors' code has it."""
-    q, k, v = views(qkv)
-    return algorithm_1(q, k, v).transpose(1, 2)
-
-
 METHODS: dict[str, Callable[[Tensor], Tensor]] = {"softmax": softmax, "paper": paper, "sima": sima_attention_qkv}
 LARGEST_ERROR = 1e-4
 
 
 @dataclass(frozen=True)
 class CpuRow:
-    """One method at one shape; `speedup` is the median of uncompiled softmax in the same run over this median."""
+    """One method at one shape; `speedup` is the median time of uncompiled softmax over that of the method."""
 
     method: str
     compiled: bool
@@ -95,7 +76,7 @@ class CpuRow:
 
 
 def can_compile() -> bool:
-    """torch.compile needs a C++ compiler on the CPU."""
+    """Whether there is a C++ compiler, which torch.compile needs on the CPU."""
     return any(shutil.which(name) for name in (os.environ.get("CXX", "c++"), "g++", "clang++"))
 
 
@@ -106,18 +87,14 @@ def bench_cpu(
     seconds: float = 4.0,
     compiled: bool = True,
 ) -> Generator[list[CpuRow]]:
-    """The rows of one case after the other: parity first, then all methods timed against each other."""
+    """The rows of each case: results are checked first, then all methods are timed in turns."""
     if threads < 1:
         raise ValueError(f"threads must be at least 1, got {threads}")
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         for case in cases:
-            yield [
-                row
-                for direction in (FORWARD, TRAINING)
-                for row in _bench_case(case, direction, threads, seconds, compiled)
-            ]
+            yield [row for direction in DIRECTIONS for row in _bench_case(case, direction, threads, seconds, compiled)]
     finally:
         torch.set_num_threads(before)
 
@@ -138,11 +115,15 @@ def _bench_case(case: Case, direction: str, threads: int, seconds: float, compil
 
     forms = {(name, False): method for name, method in METHODS.items()}
     if compiled and not training:
-        torch.compiler.reset()  # the generated code has the number of threads built in
+        torch.compiler.reset()  # the generated code depends on the number of threads
         forms |= {(name, True): torch.compile(METHODS[name], dynamic=False) for name in ("paper", "sima")}
 
     truth = _truth(qkv, grad if training else None)
-    errors = {form: _check(form, run(method), truth) for form, method in forms.items() if form[0] != "softmax"}
+    errors = {
+        (name, is_compiled): check_error(f"{name} (compiled: {is_compiled})", run(method), truth, LARGEST_ERROR)
+        for (name, is_compiled), method in forms.items()
+        if name != "softmax"
+    }
     square = torch.randn(1024, 1024, generator=generator)
     timings = time_interleaved(
         {str(form): partial(run, method) for form, method in forms.items()} | {"matmul": lambda: square @ square},
@@ -173,32 +154,18 @@ def _bench_case(case: Case, direction: str, threads: int, seconds: float, compil
                 threads=threads,
                 speedup=round(timings[str(("softmax", False))].p50 / timing.p50, 3),
                 goal=case.goal_training if training else case.goal,
-                p20_us=round(timing.p20 * 1e6, 1),
-                p50_us=round(timing.p50 * 1e6, 1),
-                p80_us=round(timing.p80 * 1e6, 1),
-                samples=timing.samples,
+                **timing.columns("us", 1),
                 gflops=round(flops / timing.p50 / 1e9, 1),
                 matmul_gflops=round(matmul_gflops, 1),
-                error=float(f"{errors.get(form, 0.0):.2e}"),
-                device=cpu_name(),
-                torch=torch.__version__,
-                date=today(),
+                error=errors.get(form, 0.0),
+                **provenance_columns("cpu"),
             )
         )
     return rows
 
 
 def _truth(qkv: Tensor, grad: Tensor | None) -> Tensor:
-    """The output in float64 as the paper computes it, or the gradient of qkv where that of the output is given."""
+    """The output of the paper's algorithm in float64, or the gradient of qkv if that of the output is given."""
     exact = qkv.detach().double().requires_grad_(grad is not None)
-    q, k, v = views(exact)
-    out = algorithm_1(q, k, v, order="kv").transpose(1, 2)
+    out = algorithm_1(*unpack(exact), order="kv").transpose(1, 2)
     return out if grad is None else torch.autograd.grad(out, exact, grad.double())[0]
-
-
-def _check(form: tuple[str, bool], out: Tensor, truth: Tensor) -> float:
-    """No time is reported for a wrong result."""
-    error = ((out.double() - truth).norm() / truth.norm()).item()
-    if not error < LARGEST_ERROR:
-        raise RuntimeError(f"{form[0]} (compiled: {form[1]}) is off by {error:.1e} from the float64 reference")
-    return error

@@ -1,4 +1,4 @@
-"""What `sima demo` shows: two twins trained on the digits, one word apart; and every attention on this machine."""
+"""Measurements of `sima demo`: twins trained on the digits, one word apart; all attentions on this machine."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from sima_attn.bench.cores import unpack
 from sima_attn.nn import ATTENTIONS, Attention, create_attention
 from sima_attn.ops import AttentionShape, ExpCounter
-from sima_attn.report.rows import cpu_name, today
+from sima_attn.report.rows import provenance_columns
 from sima_attn.report.tables import TextTable
 from sima_attn.report.timing import time_interleaved
 
-HEADS, CHANNELS = 3, 64  # DeiT-Tiny's
-TOKENS = (49, 196, 784, 2304, 4096)  # square grids, for the attentions that need one
+HEADS, CHANNELS = 3, 64  # DeiT-Tiny
+TOKENS = (49, 196, 784, 2304, 4096)  # squares: some attentions need a square grid
 COUNTED_TOKENS = 196  # 224 x 224 pixels in patches of 16
 TWINS = ("sima", "softmax")
 
 
 @dataclass(frozen=True)
 class TwinRow:
-    """One of the twins: accuracy on the test digits, time of its training, exp-like evaluations for one image."""
+    """One of the twins: accuracy on the test digits, training time, exp-like evaluations per image."""
 
     attention: str
     params: int
@@ -46,9 +47,9 @@ def train_twins(
     quiet: bool = False,
     on_twin: Callable[[str], object] = lambda attention: None,
 ) -> list[TwinRow]:
-    """Train the recipe `digits` with SimA and with softmax, each in a folder of its own under `out`.
+    """Train the recipe `digits` with SimA and with softmax, each in its own folder under `out`.
 
-    `changes` are changes of the recipe, as `--set` takes them. A demo that was there before is replaced.
+    `changes` are changes of the recipe, as for `--set`. The runs of an earlier demo are replaced.
     """
     from sima_attn._settings import with_overrides
     from sima_attn.train.recipes import named_recipe
@@ -63,14 +64,14 @@ def train_twins(
 
 
 def _remove_old_twin(folder: Path, recipe) -> None:
-    """Remove the run of an earlier demo; any other run in its place is an error, and kept."""
+    """Remove the run of an earlier demo; raise if the folder holds any other run."""
     from sima_attn.train.run import RunFolder
 
     if not (folder / "recipe.yaml").exists():
         return
     old = RunFolder(folder).read_recipe()
     if (old.model.name, old.data.path) != (recipe.model.name, recipe.data.path):
-        raise ValueError(f"{folder} holds another run, of {old.model.name}; give the demo another --out")
+        raise ValueError(f"{folder} holds another run, of {old.model.name}; use another --out for the demo")
     shutil.rmtree(folder)
 
 
@@ -90,14 +91,12 @@ def _train_twin(recipe, folder: Path, quiet: bool) -> TwinRow:
         attention_exps=report.attention_exps or 0,
         other_exps=report.other_exps or 0,
         threads=recipe.run.threads,
-        device=cpu_name(),
-        torch=torch.__version__,
-        date=today(),
+        **provenance_columns("cpu"),
     )
 
 
 def twins_table(rows: Sequence[TwinRow]) -> TextTable:
-    """The twins beside each other."""
+    """The twins side by side."""
     header = ["attention", "accuracy", "training", "exp(), attention", "exp(), other", "params"]
     lines = [
         [
@@ -115,7 +114,7 @@ def twins_table(rows: Sequence[TwinRow]) -> TextTable:
 
 @dataclass(frozen=True)
 class DemoRow:
-    """One attention at one number of tokens; `error` is that of float32 against its float64 reference at 196 tokens."""
+    """One attention at one number of tokens; `error` is float32 against its float64 reference at 196 tokens."""
 
     attention: str
     H: int
@@ -144,10 +143,10 @@ def run_demo(
     seconds: float = 3.0,
     on_step: Callable[[str], object] = lambda what: None,
 ) -> list[DemoRow]:
-    """Measure every attention at every number of tokens, `seconds` each; calls `on_step` before each part."""
+    """Measure all attentions at each number of tokens, `seconds` each; calls `on_step` before each part."""
     errors = {}
     for name in ATTENTIONS:
-        on_step(f"{name}: against its reference")
+        on_step(f"{name}: comparison with its reference")
         errors[name] = relative_error(name)
     rows = []
     for N in tokens:
@@ -157,7 +156,7 @@ def run_demo(
 
 
 def relative_error(name: str, N: int = COUNTED_TOKENS) -> float:
-    """How far `core` in float32 is from `reference` in float64."""
+    """Relative error of `core` in float32 against `reference` in float64."""
     module, inputs = _module_and_inputs(name, N)
     out = module.core(*inputs)
     truth = module.double().reference(*_as_double(inputs))
@@ -173,8 +172,7 @@ def _as_double(inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, T
 def _module_and_inputs(name: str, N: int) -> tuple[Attention, tuple[Tensor, Tensor, Tensor]]:
     module = create_attention(name, HEADS * CHANNELS, HEADS, num_tokens=N).eval()
     generator = torch.Generator().manual_seed(0)
-    packed = torch.randn(1, N, 3, HEADS, CHANNELS, generator=generator)
-    q, k, v = packed.permute(2, 0, 3, 1, 4).unbind(0)  # [1, H, N, D] each
+    q, k, v = unpack(torch.randn(1, N, 3, HEADS, CHANNELS, generator=generator))  # [1, H, N, D] each
     return module, (q, q if module.ties_qk else k, v)
 
 
@@ -204,14 +202,9 @@ def _rows_at(N: int, seconds: float, errors: dict[str, float]) -> list[DemoRow]:
                 exps_in_paper=module.exps_in_paper or "-",
                 macs=cost.macs,
                 speedup=round(timings["softmax"].p50 / timing.p50, 3),
-                p20_ms=round(timing.p20 * 1e3, 4),
-                p50_ms=round(timing.p50 * 1e3, 4),
-                p80_ms=round(timing.p80 * 1e3, 4),
-                samples=timing.samples,
+                **timing.columns("ms", 4),
                 threads=torch.get_num_threads(),
-                device=cpu_name(),
-                torch=torch.__version__,
-                date=today(),
+                **provenance_columns("cpu"),
             )
         )
     return rows

@@ -1,8 +1,8 @@
-"""Detection at high resolution: time and memory of backbone and whole detector, SimA against its twins.
+"""Detection at high resolution: time and memory of the backbone and of the whole detector, SimA against its twins.
 
-One image at a time. On a CUDA device the backbone is timed as a CUDA graph, which is what the chip does: called from
-Python, a small image is the time of the launches. The whole detector cannot be a graph, since what it does depends on
-what it finds; it is called, and waited for in every call.
+One image at a time. On a CUDA device the backbone is timed as a CUDA graph: called from Python, the time of a small
+image is that of the kernel launches. The whole detector cannot be a graph, since its work depends on the detections;
+each call is followed by a synchronization.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from torch import Tensor
 
 from sima_attn.detect.mask_rcnn import SimaMaskRCNN, build_mask_rcnn
 from sima_attn.report.cuda_timing import time_graphs
-from sima_attn.report.rows import processor_name, today
+from sima_attn.report.rows import provenance_columns
 from sima_attn.report.tables import TextTable
 from sima_attn.report.timing import Function, time_interleaved
 
 BACKBONE, DETECTOR = "backbone", "detector"
 GRAPH, CALLED = "graph", "called"
 PIXELS = {"cuda": (480, 800, 1333, 2048), "cpu": (480, 800)}
-DETECTIONS = 100  # what a picture of COCO may have; an untrained detector must be told to give them
-GOAL_PIXELS, GOAL = 1333, 2.2  # of DeiT-S, on a GPU
+DETECTIONS = 100  # COCO's maximum per image
+GOAL_PIXELS, GOAL = 1333, 2.2  # target of DeiT-S on a GPU
 
 
 @dataclass(frozen=True)
 class Twins:
-    """A model of the zoo, and the attention that is its SimA's twin."""
+    """A SimA model, and the attention of its twin."""
 
     model: str
     attention: str
@@ -42,9 +42,8 @@ TWINS = (Twins("sima_deit_small_patch16_224", "softmax"), Twins("sima_xcit_small
 class DetectSpeedRow:
     """One part of one detector at one size; `speedup` is against its twin in the same run.
 
-    `backbone` is the feature pyramid with all below it. `timed` says whether the percentiles and the speedup are of a
-    CUDA graph or of calls from Python; `called_ms` is the median call in both. `peak_mib` is 0 on the CPU, where it is
-    not measured.
+    The part "backbone" includes the feature pyramid. `timed` says whether percentiles and speedup are of a CUDA graph
+    or of calls from Python; `called_ms` is always the median call. `peak_mib` is not measured on the CPU, and 0 there.
     """
 
     model: str
@@ -76,11 +75,11 @@ def bench_detect(
     seconds: float = 2.0,
     **kwargs: object,
 ) -> Generator[list[DetectSpeedRow]]:
-    """The rows of one pair at one size after the other; `kwargs` are arguments of the models."""
+    """The rows of each pair at each size; `kwargs` are arguments of the models."""
     if device not in PIXELS:
         raise ValueError(f"device must be one of {', '.join(PIXELS)}, got {device!r}")
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda was asked for, but torch sees no GPU here; use --device cpu")
+        raise ValueError("device cuda was requested, but torch finds no GPU; use --device cpu")
     for pair in twins:
         models = {attention: _build(pair.model, attention, device, kwargs) for attention in (pair.attention, "sima")}
         for side in pixels or PIXELS[device]:
@@ -108,7 +107,7 @@ def _bench_pair(
         found[attention] = len(_forward(model, [image])[0]["boxes"])
     rows = []
     for part, mine in forwards.items():
-        steps = {attention: partial(_waited_for, forward, device) for attention, forward in mine.items()}
+        steps = {attention: partial(_call_and_wait, forward, device) for attention, forward in mine.items()}
         peaks = {attention: _peak_mib(step, device) for attention, step in steps.items()}
         called = time_interleaved(steps, seconds=seconds * len(steps))
         as_graph = device == "cuda" and part == BACKBONE
@@ -121,10 +120,7 @@ def _bench_pair(
                     attention=attention,
                     part=part,
                     pixels=side,
-                    p20_ms=round(timing.p20 * 1e3, 3),
-                    p50_ms=round(timing.p50 * 1e3, 3),
-                    p80_ms=round(timing.p80 * 1e3, 3),
-                    samples=timing.samples,
+                    **timing.columns("ms", 3),
                     speedup=round(timings[pair.attention].p50 / timing.p50, 3),
                     goal=GOAL if has_goal and device == "cuda" else 0.0,
                     timed=GRAPH if as_graph else CALLED,
@@ -132,10 +128,8 @@ def _bench_pair(
                     peak_mib=round(peaks[attention], 1),
                     detections=found[attention] if part == DETECTOR else 0,
                     precision="bfloat16 autocast" if device == "cuda" else "float32",
-                    device=processor_name(device),
                     threads=torch.get_num_threads(),
-                    torch=torch.__version__,
-                    date=today(),
+                    **provenance_columns(device),
                 )
             )
     return rows
@@ -146,14 +140,14 @@ def _forward(model: torch.nn.Module, images: Tensor | list[Tensor]) -> list[dict
         return model(images)
 
 
-def _waited_for(forward: Function, device: str) -> None:
+def _call_and_wait(forward: Function, device: str) -> None:
     forward()
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 def _peak_mib(step: Function, device: str) -> float:
-    """Memory that a call needs beyond what is there before it, after a first one has tuned the kernels."""
+    """Memory that a call allocates in addition, after a warm-up call."""
     if device != "cuda":
         return 0.0
     step()
@@ -164,12 +158,12 @@ def _peak_mib(step: Function, device: str) -> float:
 
 
 def detect_table(rows: Sequence[DetectSpeedRow]) -> TextTable:
-    """Milliseconds and memory of each part beside its twin's; where there are graphs, the plain calls too."""
+    """Milliseconds and memory of each part and its twin; for CUDA graphs also the time of plain calls."""
     graphs = any(row.timed == GRAPH for row in rows)
     header = ["model", "part", "px", "twin", "twin, ms", "SimA, ms", "speed", "goal"]
     header += ["timed", "twin called, ms", "SimA called, ms"] * graphs + ["twin, MiB", "SimA, MiB"]
     lines = []
-    for twin, sima in zip(rows[::2], rows[1::2], strict=True):  # they are written in pairs
+    for twin, sima in zip(rows[::2], rows[1::2], strict=True):  # rows come in pairs
         called = [sima.timed, f"{twin.called_ms:,.1f}", f"{sima.called_ms:,.1f}"]
         lines.append(
             [

@@ -1,7 +1,7 @@
-"""Whole models as ONNX files on this processor: each twin against SimA, in every runtime, in float32 and int8.
+"""Whole models as ONNX files on this processor: each twin against SimA, in all runtimes, in float32 and int8.
 
-Images are random, and so are weights where none come with the package: they decide neither the time nor the memory.
-Accuracy is `sima quantize`'s to tell.
+Images are random, and so are weights that do not come with the package: neither time nor memory depends on them. For
+accuracy see `sima quantize`.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from sima_attn._files import atomic_write
 from sima_attn.audit.model import audit
 from sima_attn.export import runtimes
 from sima_attn.export.runtimes import RUNTIMES, Session, open_model
-from sima_attn.report.rows import cpu_name, today
+from sima_attn.report.rows import provenance_columns
 from sima_attn.report.tables import TextTable
 from sima_attn.report.timing import time_interleaved
 
 FP32, INT8 = "fp32", "int8"
-LARGEST_ERROR = 1e-3  # between runtimes in float32, of the largest logit
-CALIBRATION_IMAGES = 4  # random ones: ranges decide accuracy, not speed
+LARGEST_ERROR = 1e-3  # between runtimes in float32, relative to the largest logit
+CALIBRATION_IMAGES = 4  # random: the ranges affect accuracy, not speed
 
 
 class Variant(NamedTuple):
-    """A model of a family: what it is called in rows and files, and how timm makes it."""
+    """A model of a family: its name in rows and files, and its timm name and options."""
 
     called: str
     name: str
@@ -44,13 +44,13 @@ class Family:
 
     Attributes:
         twin: Name of the model they are compared with.
-        attention: The twin's.
-        sima: Name of the model with SimA; the one with ReLU is called `_relu`.
-        patch: Its side in pixels.
-        sizes: Image sides at which to measure.
-        takes_img_size: Whether a size must be said when the model is built.
-        twin_options: What makes `twin` the twin, where the name alone does not.
-        weights: Whether those of the ReLU model come with the package.
+        attention: Attention of the twin.
+        sima: Name of the model with SimA; the one with ReLU has the suffix `_relu`.
+        patch: Patch size in pixels.
+        sizes: Image sizes to measure.
+        takes_img_size: Whether the model is built with `img_size`.
+        twin_options: Options that make `twin` the twin, if its name is not enough.
+        weights: Whether the weights of the ReLU model come with the package.
     """
 
     twin: str
@@ -64,7 +64,7 @@ class Family:
 
     @property
     def variants(self) -> dict[str, Variant]:
-        """What to call a model in a table -> the model."""
+        """Variant -> model."""
         relu = f"{self.sima}_relu"
         twin = f"{self.twin}_{self.attention}" if self.twin == self.sima else self.twin
         return {
@@ -74,12 +74,12 @@ class Family:
         }
 
     def goal(self, variant: str, precision: str, pixels: int) -> float:
-        """Times the float32 twin's speed that is asked for, 0 where nothing is."""
+        """Target of the speedup over the float32 twin, 0 for none."""
         if variant == self.attention:
             return 0.0
         if precision == INT8:
-            asked = self.attention == "softmax" and variant == "sima + relu" and pixels == 224
-            return 2.5 if asked else 0.0
+            has_goal = self.attention == "softmax" and variant == "sima + relu" and pixels == 224
+            return 2.5 if has_goal else 0.0
         if self.attention != "softmax":
             return 1.0
         many_tokens = pixels >= 32 * self.patch
@@ -92,7 +92,7 @@ FAMILIES = {
         "softmax",
         "sima_xcit_mini_p4_64",
         patch=4,
-        sizes=(64, 128),  # as many tokens as the others have at 256 and 512 px
+        sizes=(64, 128),  # as many tokens as the others at 256 and 512 px
         twin_options={"attention": "softmax"},
         weights=True,
     ),
@@ -106,10 +106,10 @@ FAMILIES = {
 class EdgeRow:
     """One file in one runtime, one image at a time.
 
-    `speedup` is against the float32 twin in the same runtime and run, `speedup_same_precision` against the twin in
-    the same precision. `error` is the largest difference from ONNX Runtime in float32, over the largest logit; in
-    int8, with random weights, it says little. `peak_mib` is measured with one thread. `load` is the machine's load
-    average when the group began.
+    `speedup` is relative to the float32 twin in the same runtime, `speedup_same_precision` to the twin in the same
+    precision. `error` is the largest difference from ONNX Runtime in float32, relative to the largest logit; in int8,
+    with random weights, it means little. `peak_mib` is measured with one thread. `load` is the load average of the
+    machine when the measurement began.
     """
 
     family: str
@@ -154,18 +154,18 @@ def bench_edge(
     on_step: Callable[[str], object] = lambda what: None,
     **model_options,
 ) -> Generator[list[EdgeRow]]:
-    """The rows of one family, size and thread count after the other: files are made, compared, then timed in turns.
+    """The rows of each family, size and thread count: files are exported, compared, then timed in turns.
 
     Args:
-        folder: Where the .onnx files go; those that are there from another run are taken as they are.
+        folder: Folder for the .onnx files; existing files are reused.
         families: Keys of FAMILIES.
-        sizes: Image sides in pixels; by default those of each family.
+        sizes: Image sizes in pixels; by default those of each family.
         threads: Thread counts.
         precisions: "fp32", "int8".
         wanted_runtimes: By default all that are installed.
-        seconds: For each group.
-        on_step: Called with words before each part.
-        model_options: Passed on to timm, e.g. depth=2, pretrained=False for a test.
+        seconds: Time for each group.
+        on_step: Called with a description before each part.
+        model_options: Passed to timm, e.g. depth=2 for a test.
     """
     check_choice("family", families, FAMILIES)
     check_choice("precision", precisions, (FP32, INT8))
@@ -176,7 +176,7 @@ def bench_edge(
         if sizes and min(sizes) < FAMILIES[name].patch:
             raise ValueError(f"{name} takes images of {FAMILIES[name].patch} px or more, got {min(sizes)} px")
     if FP32 not in precisions:
-        precisions = (FP32, *precisions)  # what everything is compared with
+        precisions = (FP32, *precisions)  # the baseline
     for name in families:
         for pixels in sizes or FAMILIES[name].sizes:
             files = _make_files(folder, name, pixels, precisions, on_step, model_options)
@@ -195,7 +195,7 @@ def check_choice(kind: str, given: Sequence[str], known: Sequence[str] | dict) -
 
 
 def is_busy() -> bool:
-    """True where other work would be measured too."""
+    """Whether other processes would affect the measurement."""
     return os.getloadavg()[0] > 0.5
 
 
@@ -228,7 +228,7 @@ def _make_files(
         if INT8 in precisions:
             int8 = fp32.with_suffix(".int8.onnx")
             if not int8.exists():
-                on_step(f"quantising {called}, {pixels} px")
+                on_step(f"quantizing {called}, {pixels} px")
                 batches = (_images(pixels, seed) for seed in range(CALIBRATION_IMAGES))
                 with atomic_write(int8) as temporary:
                     onnx.save(quantized_graph(fp32, batches), temporary)
@@ -260,11 +260,13 @@ def _bench_group(
     timings = time_interleaved(
         {str(form): (lambda session=session: session(images)) for form, session in sessions.items()},  # type: ignore[misc]
         seconds=seconds,
-        sample_seconds=0.0,  # a call of a model is long enough to be a sample
+        sample_seconds=0.0,  # one call of a model is long enough
         least_samples=3,
     )
     found = FAMILIES[family]
     exps = {path: len(audit(path).calls) for path in files.values()}
+    machine = provenance_columns("cpu")
+    del machine["torch"]  # the files run without it
     rows = []
     for form in sessions:
         path, timing = files[form.variant, form.precision], timings[str(form)]
@@ -282,17 +284,13 @@ def _bench_group(
                 speedup=round(twin / timing.p50, 3),
                 speedup_same_precision=round(same / timing.p50, 3),
                 goal=found.goal(form.variant, form.precision, pixels),
-                p20_ms=round(timing.p20 * 1e3, 3),
-                p50_ms=round(timing.p50 * 1e3, 3),
-                p80_ms=round(timing.p80 * 1e3, 3),
-                samples=timing.samples,
+                **timing.columns("ms", 3),
                 peak_mib=round(peaks[path, form.runtime], 1),
                 file_mib=round(path.stat().st_size / 2**20, 2),
                 exp_like_nodes=exps[path],
                 error=float(f"{errors[form]:.2e}"),
                 load=round(load, 2),
-                device=cpu_name(),
-                date=today(),
+                **machine,
             )
         )
     return rows
@@ -301,7 +299,7 @@ def _bench_group(
 def _check(
     sessions: dict[_Form, Session], files: dict[tuple[str, str], Path], images: np.ndarray
 ) -> dict[_Form, float]:
-    """No time is reported for a wrong result: in float32 the runtimes must agree with ONNX Runtime."""
+    """Errors against ONNX Runtime in float32; raises if another runtime disagrees in float32."""
     truths = {variant: open_model(path)(images) for (variant, precision), path in files.items() if precision == FP32}
     errors = {}
     for form, session in sessions.items():
@@ -313,12 +311,12 @@ def _check(
     return errors
 
 
-# Run in a process that has not imported torch: its memory would hide that of a small model.
+# Run in a process without torch, whose memory would hide that of a small model.
 _PEAK = """
 import pathlib, resource, runpy, sys
 import numpy as np
 def peak():
-    # Linux hands ru_maxrss down from the parent process; VmHWM is this process's own, in KiB.
+    # On Linux ru_maxrss is inherited from the parent process; VmHWM is that of this process alone, in KiB.
     status = pathlib.Path("/proc/self/status")
     if status.exists():
         return 1024 * int(status.read_text().split("VmHWM:")[1].split()[0])
@@ -339,7 +337,7 @@ print(peak() - before)
 
 
 def peak_mib(path: Path, runtime: str) -> float:
-    """Most memory that loading a file and running it adds to a process which has only the runtime."""
+    """Peak memory that loading and running a file adds to a process with only the runtime."""
     arguments = [runtimes.__file__, str(path), runtime]
     done = subprocess.run([sys.executable, "-c", _PEAK, *arguments], capture_output=True, text=True)
     if done.returncode:
@@ -348,7 +346,7 @@ def peak_mib(path: Path, runtime: str) -> float:
 
 
 def edge_table(rows: Sequence[EdgeRow], threads: int) -> TextTable:
-    """Milliseconds, speed against the twin, memory and size of every file, for one number of threads."""
+    """Milliseconds, speed relative to the twin, memory and size of each file, for one number of threads."""
     header = ["model", "px", "runtime", "type", "ms", "speed", "goal", "same type", "peak MiB", "MiB", "exp"]
     lines: list[list[str]] = []
     bold = set()
@@ -378,7 +376,7 @@ def edge_table(rows: Sequence[EdgeRow], threads: int) -> TextTable:
 
 
 def edge_summary(rows: Sequence[EdgeRow]) -> TextTable:
-    """Times the float32 twin's speed, a line for each model, size, runtime and number of threads."""
+    """Speed relative to the float32 twin, one line per model, size, runtime and number of threads."""
     found: dict[tuple[str, int, str, int], dict[tuple[str, str], EdgeRow]] = {}
     for row in rows:
         kind = row.variant if row.variant.startswith("sima") else "twin"

@@ -1,26 +1,24 @@
-"""SimA's fused kernels against softmax attention on the GPU: the attention core, from the packed qkv of a module."""
+"""SimA's fused kernels against softmax attention on the GPU: the attention core, from packed qkv."""
 
 from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from sima_attn.bench.cores import DIRECTIONS, FORWARD, TRAINING, check_error, paper, softmax, unpack
 from sima_attn.bench.selection import select
 from sima_attn.nn import create_attention
 from sima_attn.ops import plan, sima_attention, sima_attention_qkv, sima_reference
-from sima_attn.ops.reference import algorithm_1
-from sima_attn.report.cuda_timing import check_cuda, copy_bandwidth, device_name, time_calls, time_graphs
-from sima_attn.report.rows import today
+from sima_attn.report.cuda_timing import check_cuda, copy_bandwidth, time_calls, time_graphs
+from sima_attn.report.rows import provenance_columns
 
-FORWARD, TRAINING = DIRECTIONS = ("forward", "forward + backward")
-# Tensors of the size of q that must cross the memory bus at least once.
+# Tensors of the size of q that must be read or written at least once.
 TENSORS = {FORWARD: 4, TRAINING: 12}
 LARGEST_ERROR = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-5}
-# The softmax kernels of torch that take the dtype; flash and cuDNN take half precision only.
+# torch's softmax kernels for each dtype; flash and cuDNN support half precision only.
 _HALF = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 SOFTMAX_KERNELS = {
     "bfloat16": _HALF,
@@ -31,10 +29,10 @@ SOFTMAX_KERNELS = {
 
 @dataclass(frozen=True)
 class GpuCase:
-    """A shape to measure, and what SimA should reach on an H200, 0 where nothing is asked for.
+    """A shape, and SimA's target on an H200, 0 for none.
 
-    The goal is in microseconds (forward, and forward + backward), or a speed over the fastest softmax kernel. Where
-    the case is not `full`, only softmax's kernels and SimA's are measured.
+    The target is in microseconds (forward, and forward + backward), or a speedup over the fastest softmax kernel. If
+    the case is not `full`, only the kernels of softmax and SimA are measured.
     """
 
     B: int
@@ -52,7 +50,7 @@ class GpuCase:
         return f"{self.B},{self.N},{self.H},{self.D}"
 
     def goal_us(self, direction: str, fastest_softmax: float) -> float:
-        """The goal in microseconds, from the seconds of the fastest softmax kernel where it is a speed."""
+        """The target in microseconds; a target speedup is relative to the fastest softmax kernel, in seconds."""
         if self.goal_speedup:
             return round(fastest_softmax * 1e6 / self.goal_speedup, 1)
         return self.goal_training if direction == TRAINING else self.goal
@@ -79,7 +77,7 @@ DTYPE_CASES = tuple(
     for dtype in ("float16", "float32")
     for B, N in ((256, 196), (32, 1024))  # DeiT-S at 224 and 512 px
 )
-# With those of CASES, the same number of tokens in ever longer images, for the figure.
+# For the figure, together with CASES: 32768 tokens in total, more and more per image.
 FIGURE_CASES = tuple(GpuCase(32768 // N, N, 6, 64, full=False) for N in (64, 256, 512, 2048, 8192, 32768))
 
 
@@ -87,7 +85,7 @@ FIGURE_CASES = tuple(GpuCase(32768 // N, N, 6, 64, full=False) for N in (64, 256
 class GpuRow:
     """One method at one shape, as a CUDA graph. `limit_us` is the least memory traffic over the copy bandwidth.
 
-    `called_us` is a call from Python among many; "sdpa" is softmax attention as torch itself chooses the kernel.
+    `called_us` is the time per call from Python; "sdpa" is softmax attention with the kernel that torch selects.
     """
 
     method: str
@@ -117,7 +115,7 @@ class GpuRow:
 
     @property
     def key(self) -> tuple:
-        """A file has one row per key."""
+        """Identifies a row in a file."""
         return self.method, self.compiled, self.direction, *self.shape, self.dtype
 
     @property
@@ -126,43 +124,26 @@ class GpuRow:
         return self.B, self.N, self.H, self.D
 
 
-def softmax(qkv: Tensor) -> Tensor:
-    """Fused softmax attention by the kernel that torch chooses, [B, N, 3, H, D] -> [B, N, H, D]."""
-    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
-
-
 def softmax_with(backend: SDPBackend, qkv: Tensor) -> Tensor:
-    """The same by one named kernel."""
+    """Softmax attention by one kernel."""
     with sdpa_kernel(backend):
         return softmax(qkv)
 
 
-def paper(qkv: Tensor) -> Tensor:
-    """Algorithm 1 with F.normalize, as the authors' code has it."""
-    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-    return algorithm_1(q, k, v).transpose(1, 2)
-
-
 def core_of(attention: str, H: int, D: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """The core of an attention of the registry."""
+    """The core of an attention of the registry, on packed qkv."""
     module = create_attention(attention, H * D, H, device="cuda", dtype=dtype)
-
-    def run(qkv: Tensor) -> Tensor:
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        return module.core(q, k, v).transpose(1, 2)
-
-    return run
+    return lambda qkv: module.core(*unpack(qkv)).transpose(1, 2)
 
 
 def select_cases(*, shapes: Collection[str] | None = None, dtypes: Collection[str] | None = None) -> list[GpuCase]:
-    """The cases of these shapes, as "B,N,H,D", and dtypes."""
+    """The cases with these shapes, as "B,N,H,D", and dtypes."""
     cases = select([*CASES, *DTYPE_CASES, *FIGURE_CASES], "shape", shapes, str)
     return select(cases, "dtype", dtypes, lambda case: case.dtype)
 
 
 def bench_gpu(cases: Sequence[GpuCase], *, seconds: float = 0.3) -> Generator[list[GpuRow]]:
-    """The rows of one case after the other."""
+    """The rows of each case."""
     check_cuda()
     bandwidth = copy_bandwidth()
     for case in cases:
@@ -189,7 +170,7 @@ def _bench_case(case: GpuCase, direction: str, bandwidth: float, seconds: float)
         forms[("paper", True)] = torch.compile(paper, dynamic=False)
         forms |= {(name, False): core_of(name, H, D, dtype) for name in ("xca", "elu")}
 
-    error = check_error(qkv[:1])
+    error = check_kernels(qkv[:1])
     training = direction == TRAINING
     qkv.requires_grad_(training)
 
@@ -204,8 +185,7 @@ def _bench_case(case: GpuCase, direction: str, bandwidth: float, seconds: float)
     called = time_calls(calls, seconds=seconds * len(calls) / 2)
     fastest_softmax = min(timings[str((name, False))].p50 for name in kernels)
     limit = TENSORS[direction] * grad.numel() * grad.element_size() / bandwidth
-    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-    chosen = plan(q, k, v)
+    chosen = plan(*unpack(qkv))
     rows = []
     for form in forms:
         method, compiled = form
@@ -221,10 +201,7 @@ def _bench_case(case: GpuCase, direction: str, bandwidth: float, seconds: float)
                 D=D,
                 dtype=case.dtype,
                 plan=f"{chosen.backend} {chosen.order}" if is_sima else "",
-                p20_us=round(timing.p20 * 1e6, 1),
-                p50_us=round(timing.p50 * 1e6, 1),
-                p80_us=round(timing.p80 * 1e6, 1),
-                samples=timing.samples,
+                **timing.columns("us", 1),
                 called_us=round(called[str(form)].p50 * 1e6, 1),
                 limit_us=round(limit * 1e6, 2),
                 share_of_limit=round(limit / timing.p50, 3),
@@ -232,23 +209,18 @@ def _bench_case(case: GpuCase, direction: str, bandwidth: float, seconds: float)
                 goal_us=case.goal_us(direction, fastest_softmax) if is_sima else 0.0,
                 error=error if is_sima else 0.0,
                 copy_tb_per_s=round(bandwidth / 1e12, 2),
-                device=device_name(),
-                torch=torch.__version__,
                 triton=triton.__version__,
-                date=today(),
+                **provenance_columns("cuda"),
             )
         )
     return rows
 
 
 @torch.no_grad()
-def check_error(qkv: Tensor) -> float:
-    """The error of one image against float64. No time is reported for a wrong result."""
-    q, k, v = (t.double() for t in qkv.permute(2, 0, 3, 1, 4).unbind(0))
-    # The reference writes the N x N matrix down, which is too much for long images.
+def check_kernels(qkv: Tensor) -> float:
+    """The relative error of SimA's kernels for one image; raises if it is too large to report a time."""
+    q, k, v = (t.double() for t in unpack(qkv))
+    # The reference computes the N x N matrix, which does not fit in memory for long sequences.
     truth = sima_reference(q, k, v) if q.shape[2] <= 4096 else sima_attention(q, k, v, backend="eager")
-    out = sima_attention_qkv(qkv).transpose(1, 2).double()
-    error = ((out - truth).norm() / truth.norm()).item()
-    if not error < LARGEST_ERROR[str(qkv.dtype).removeprefix("torch.")]:
-        raise RuntimeError(f"the kernels are off by {error:.1e} from the float64 reference at {tuple(qkv.shape)}")
-    return float(f"{error:.2e}")
+    largest = LARGEST_ERROR[str(qkv.dtype).removeprefix("torch.")]
+    return check_error("SimA's kernel", sima_attention_qkv(qkv).transpose(1, 2), truth, largest)

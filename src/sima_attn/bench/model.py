@@ -1,7 +1,7 @@
 """Whole models on the GPU: timm's DeiT-S and XCiT-S12/16 against their SimA twins, inference and training.
 
 A step is timed as users run it (called from Python in eager mode, under `torch.compile`, and under `torch.compile` with
-mode "reduce-overhead"), and as a CUDA graph, which shows what the chip does.
+mode "reduce-overhead"), and as a CUDA graph, which shows the time of the device.
 """
 
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from sima_attn.bench.selection import select
 from sima_attn.models.compiled import compile_blocks
-from sima_attn.report.cuda_timing import check_cuda, device_name, time_calls, time_graphs
-from sima_attn.report.rows import today
+from sima_attn.report.cuda_timing import check_cuda, time_calls, time_graphs
+from sima_attn.report.rows import provenance_columns
 
 EAGER, COMPILE, REDUCE_OVERHEAD, GRAPH = MODES = ("eager", "compile", "reduce-overhead", "graph")
 INFERENCE, TRAINING = DIRECTIONS = ("inference", "training")
@@ -35,7 +35,7 @@ class Twins:
 
     @property
     def family(self) -> str:
-        """The name that `sima bench model --model` takes."""
+        """The name for `sima bench model --model`."""
         return self.timm_name.partition("_")[0]
 
 
@@ -47,7 +47,7 @@ TWINS = (
 
 @dataclass(frozen=True)
 class ModelCase:
-    """How a step is run, on how many images of which side; the speed over softmax to reach on an H200, 0 for none."""
+    """How a step is run, at which image size and batch size; `target` is the speedup on an H200, 0 for none."""
 
     mode: str
     direction: str
@@ -57,12 +57,12 @@ class ModelCase:
 
     @property
     def build(self) -> tuple[str, str, int, int]:
-        """Cases that share it are measured with one pair of models, so that these are compiled once."""
+        """Cases with equal values are measured with one pair of models, so that these are compiled once."""
         compiled = COMPILE if (self.mode, self.direction) == (GRAPH, INFERENCE) else self.mode
         return compiled, self.direction, self.pixels, self.batch
 
 
-# Cases of one build stand side by side.
+# Cases of one build are adjacent.
 CASES = (
     ModelCase(EAGER, INFERENCE, 224, 1, target=1.0),
     ModelCase(EAGER, INFERENCE, 224, 8, target=1.0),
@@ -102,11 +102,11 @@ CASES = (
 
 @dataclass(frozen=True)
 class ModelSpeedRow:
-    """One model in one case; `speedup` is the median of its twin in the same run over its own.
+    """One model in one case; `speedup` is the median time of its twin over its own.
 
-    Mode "graph" replays a step of the compiled model (training: compiled block by block) as one CUDA graph, clocked on
-    the device. The other modes are wall-clock time per call. `peak_mib` is what a step allocates at most; it is 0 in
-    mode "reduce-overhead", where CUDA graphs hold the memory between steps.
+    Mode "graph" replays a step of the compiled model (training: compiled block by block) as one CUDA graph, timed on
+    the device. The other modes are wall-clock time per call. `peak_mib` is the peak memory of a step; it is 0 in mode
+    "reduce-overhead", where CUDA graphs keep the memory between steps.
     """
 
     model: str
@@ -131,12 +131,12 @@ class ModelSpeedRow:
 
     @property
     def key(self) -> tuple[str, str, str, int, int]:
-        """A file has one row per key."""
+        """Identifies a row in a file."""
         return self.model, self.mode, self.direction, self.pixels, self.batch
 
     @property
     def position(self) -> tuple[int, int, int, int, int, bool]:
-        """Rows in this order: models, modes, directions, sizes; a model before its SimA twin."""
+        """Sort key: model, mode, direction, size; a model before its SimA twin."""
         pair = next(i for i, twins in enumerate(TWINS) if self.model in (twins.timm_name, twins.sima_name))
         mode, direction = MODES.index(self.mode), DIRECTIONS.index(self.direction)
         return pair, mode, direction, self.pixels, self.batch, self.attention == "sima"
@@ -150,7 +150,7 @@ def select_cases(
     pixels: Collection[int] | None = None,
     batches: Collection[int] | None = None,
 ) -> list[tuple[Twins, ModelCase]]:
-    """The pairs of models and their cases; each argument keeps only the cases with the values it names."""
+    """The pairs of models and their cases; each argument keeps only the cases with these values."""
     cases = [(pair, case) for pair in TWINS for case in CASES if case.mode in pair.modes]
     cases = select(cases, "model", models, lambda each: each[0].family)
     cases = select(cases, "mode", modes, lambda each: each[1].mode)
@@ -160,7 +160,7 @@ def select_cases(
 
 
 def bench_models(cases: Iterable[tuple[Twins, ModelCase]], *, seconds: float = 2.0) -> Generator[list[ModelSpeedRow]]:
-    """The rows of one case after the other, first the model of timm, then its SimA twin."""
+    """The rows of each case: first the model of timm, then its SimA twin."""
     check_cuda()
     for (_, build), group in groupby(cases, key=lambda each: (each[0].timm_name, each[1].build)):
         pairs, alike = zip(*group, strict=True)
@@ -192,17 +192,12 @@ def _bench_build(
                 batch=batch,
                 speedup=round(timings[pair.attention].p50 / timing.p50, 3),
                 target=case.target if attention == "sima" and pair.attention == "softmax" else 0.0,
-                p20_ms=round(timing.p20 * 1e3, 3),
-                p50_ms=round(timing.p50 * 1e3, 3),
-                p80_ms=round(timing.p80 * 1e3, 3),
-                samples=timing.samples,
+                **timing.columns("ms", 3),
                 images_per_second=round(batch / timing.p50, 1),
                 peak_mib=round(peaks[attention], 1),
                 precision="bfloat16 autocast",
-                device=device_name(),
-                torch=torch.__version__,
                 timm=timm.__version__,
-                date=today(),
+                **provenance_columns(DEVICE),
             )
             for attention, timing in timings.items()
         ]
@@ -211,7 +206,7 @@ def _bench_build(
 def create_step(
     model: nn.Module, mode: str, images: Tensor, labels: Tensor, direction: str
 ) -> Callable[[], Tensor | None]:
-    """A step as a user writes it: inference gives the logits; training is forward, loss and backward, no optimizer."""
+    """A step: inference returns the logits; training is forward, loss and backward, without an optimizer."""
     device = images.device.type
     run: Any = model.train(direction == TRAINING)
     if mode == COMPILE:
@@ -219,7 +214,7 @@ def create_step(
     elif mode == REDUCE_OVERHEAD:
         run = torch.compile(run, mode="reduce-overhead")
     elif mode == GRAPH:
-        run = compile_blocks(run)  # as `sima train` does it; the whole model would take a minute to compile
+        run = compile_blocks(run)  # as `sima train`; the whole model would take a minute to compile
 
     def infer() -> Tensor:
         if mode == REDUCE_OVERHEAD:
@@ -237,7 +232,7 @@ def create_step(
 
 
 def _peak_mib(step: Callable[[], object], mode: str) -> float:
-    """Memory that one step allocates beyond what is there before it, after the steps that compile, tune and record."""
+    """Memory that a step allocates in addition, after warm-up steps that compile, tune and record."""
     for _ in range(3):
         step()
     torch.cuda.synchronize()

@@ -1,7 +1,7 @@
-"""The paper's timing protocols, run again: Table 3 and Figure 1 on this processor, Figure A1 on a GPU.
+"""The paper's timing protocols: Table 3 and Figure 1 on this processor, Figure A1 on a GPU.
 
-Both fix the order of the product Q K^T V to the baseline's, so that the time of exp() alone shows. Beside that stands
-SimA as this package runs it: norms folded, order free.
+Both fix the order of the product Q K^T V to that of the baseline, to show the time of exp() alone. SimA as this package
+computes it, with folded norms and free order, is measured too.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from sima_attn.bench.cores import check_error, unpack
 from sima_attn.nn import create_attention
 from sima_attn.ops import choose_order, sima_attention
 from sima_attn.ops.reference import algorithm_1
 from sima_attn.report.cuda_timing import check_cuda, device_name
-from sima_attn.report.rows import cpu_name, today
+from sima_attn.report.rows import provenance_columns
 from sima_attn.report.tables import TextTable
 from sima_attn.report.timing import percentiles, time_interleaved
 
@@ -32,13 +33,13 @@ OURS = "SimA, ours"  # norms folded, order free
 
 @dataclass(frozen=True)
 class EdgeCase:
-    """A half of Table 3. `paper_ms` are its milliseconds on PAPER_DEVICES."""
+    """One half of Table 3. `paper_ms` are its milliseconds on PAPER_DEVICES."""
 
     N: int
     D: int
-    order: str  # the one the paper fixes
-    baseline: str  # what the others are compared with
-    goal: float  # times the baseline's speed that SimA with free order should reach here
+    order: str  # fixed by the paper
+    baseline: str
+    goal: float  # target of the speedup of SimA with free order over the baseline, on this processor
     paper_ms: dict[str, tuple[float, float, float]]
 
 
@@ -69,7 +70,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class PaperEdgeRow:
-    """One attention at one shape; the paper's times are 0 where it has none."""
+    """One attention at one shape; the paper's times are 0 if it has none."""
 
     attention: str
     order: str
@@ -94,9 +95,9 @@ class PaperEdgeRow:
 
 
 def cores(N: int, D: int, order: str, H: int = HEADS, **factory) -> dict[str, tuple[str, Core]]:
-    """Name -> order and core. Vanilla, SOFT and XCA have one order only: theirs.
+    """Name -> order and core. Vanilla, SOFT and XCA have only one order.
 
-    SOFT is its kernel exp(-|q_i - q_j|^2 / 2) without the low-rank step, the part in which its exp() calls are.
+    SOFT is its kernel exp(-|q_i - q_j|^2 / 2) without the low-rank step: the part with the exp() calls.
     """
 
     def core_of(name: str, **options) -> Core:
@@ -118,36 +119,36 @@ def bench_paper_edge(
     cases: Sequence[EdgeCase] = CASES,
     runs: int = RUNS,
     threads: int = 1,
-    on_run: Callable[[], object] = lambda: None,
 ) -> Generator[list[PaperEdgeRow]]:
-    """The rows of one half of Table 3 after the other: every run calls all attentions in turn."""
+    """The rows of each half of Table 3: each run calls all attentions in turn."""
     if runs < 1 or threads < 1:
         raise ValueError(f"runs and threads must be at least 1, got {runs} and {threads}")
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         for case in cases:
-            yield _bench_edge_case(case, runs, threads, on_run)
+            yield _bench_edge_case(case, runs, threads)
     finally:
         torch.set_num_threads(before)
 
 
-def _bench_edge_case(case: EdgeCase, runs: int, threads: int, on_run: Callable[[], object]) -> list[PaperEdgeRow]:
+def _bench_edge_case(case: EdgeCase, runs: int, threads: int) -> list[PaperEdgeRow]:
     q, k, v = _packed(1, case.N, HEADS, case.D, "cpu")
     methods = cores(case.N, case.D, case.order)
     errors = {name: _check(name, methods[name][1], q, k, v) for name in ("SimA", OURS)}
     times: dict[str, list[float]] = {name: [] for name in methods}
     for _ in range(runs):
         for name, (_, core) in methods.items():
-            core(q, k, v)  # untimed: brings q, k and v into the cache, where a projection would leave them
+            core(q, k, v)  # untimed: brings q, k and v into the cache, as a projection would
             start = time.perf_counter()
             core(q, k, v)
             times[name].append(time.perf_counter() - start)
-        on_run()
     rows = []
     baseline = percentiles(times[case.baseline]).p50
     for name, (order, _) in methods.items():
         timing = percentiles(times[name])
+        percentile_columns = timing.columns("ms", 4)
+        percentile_columns["runs"] = percentile_columns.pop("samples")
         paper = case.paper_ms.get(name, (0.0, 0.0, 0.0))
         rows.append(
             PaperEdgeRow(
@@ -160,24 +161,19 @@ def _bench_edge_case(case: EdgeCase, runs: int, threads: int, on_run: Callable[[
                 speedup=round(baseline / timing.p50, 3),
                 goal=case.goal if name == OURS else 0.0,
                 mean_ms=round(sum(times[name]) / runs * 1e3, 4),
-                p20_ms=round(timing.p20 * 1e3, 4),
-                p50_ms=round(timing.p50 * 1e3, 4),
-                p80_ms=round(timing.p80 * 1e3, 4),
-                runs=runs,
+                **percentile_columns,
                 paper_nano_ms=paper[0],
                 paper_m1_ms=paper[1],
                 paper_rpi4_ms=paper[2],
-                error=float(f"{errors.get(name, 0.0):.2e}"),
-                device=cpu_name(),
-                torch=torch.__version__,
-                date=today(),
+                error=errors.get(name, 0.0),
+                **provenance_columns("cpu"),
             )
         )
     return rows
 
 
 def paper_edge_table(rows: Sequence[PaperEdgeRow]) -> TextTable:
-    """Milliseconds of one case here and, marked "paper", on its three devices."""
+    """Milliseconds of one case on this processor and, marked "paper", on its three devices."""
     header = ["attention", "order", "mean ms", "speed", "goal", *(f"paper: {name}" for name in PAPER_DEVICES)]
     lines = [
         [
@@ -195,13 +191,13 @@ def paper_edge_table(rows: Sequence[PaperEdgeRow]) -> TextTable:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A half of Figure A1: what grows, which attention SimA is compared with, and in whose order."""
+    """One half of Figure A1: the quantity that grows, the baseline, and its order."""
 
     name: str
     baseline: str
     order: str
     shapes: tuple[tuple[int, int, int, int], ...]  # what grows (pixels or width), N, H, D
-    paper_slower: float  # how much slower the paper has the baseline at the last shape
+    paper_slower: float  # how much slower the baseline is at the last shape in the paper
 
 
 BATCH = 8
@@ -223,8 +219,8 @@ SWEEPS = (
 class PaperGpuRow:
     """One attention at one point of Figure A1.
 
-    `baseline_slower` is how much more time the baseline takes in the same run: 0.58 is 58 % slower. `paper_slower` is
-    the paper's, 0 where it gives none.
+    `baseline_slower` is the additional time of the baseline in the same run: 0.58 means 58 % slower. `paper_slower` is
+    the paper's number, 0 if it has none.
     """
 
     sweep: str
@@ -252,7 +248,7 @@ class PaperGpuRow:
 def bench_paper_gpu(
     *, sweeps: Sequence[Sweep] = SWEEPS, seconds: float = 1.0, device: str = "cuda", batch: int = BATCH
 ) -> Generator[list[PaperGpuRow]]:
-    """The rows of one point of Figure A1 after the other, in float32, eager, as the paper's code runs."""
+    """The rows of each point of Figure A1, in float32 and eager mode, as in the paper's code."""
     if device == "cuda":
         check_cuda()
     for sweep in sweeps:
@@ -261,8 +257,8 @@ def bench_paper_gpu(
                 yield _bench_point(sweep, shape, seconds, device, batch)
             except torch.cuda.OutOfMemoryError:
                 raise ValueError(
-                    f"the {sweep.name} sweep at {shape[0]} does not fit the memory of {device_name()}: its matrices "
-                    "of all token pairs are written down, as the paper's were; leave this point out"
+                    f"the {sweep.name} sweep at {shape[0]} does not fit in the memory of {device_name()}: its N x N "
+                    "matrices are stored, as in the paper; omit this point"
                 ) from None
 
 
@@ -299,24 +295,19 @@ def _bench_point(
             baseline=sweep.baseline,
             baseline_slower=round(baseline / timings[name].p50 - 1, 3),
             paper_slower=sweep.paper_slower if is_last and name == "SimA" else 0.0,
-            p20_ms=round(timings[name].p20 * 1e3, 4),
-            p50_ms=round(timings[name].p50 * 1e3, 4),
-            p80_ms=round(timings[name].p80 * 1e3, 4),
-            samples=timings[name].samples,
-            device=device_name() if is_cuda else cpu_name(),
-            torch=torch.__version__,
-            date=today(),
+            **timings[name].columns("ms", 4),
+            **provenance_columns(device),
         )
         for name, (order, _) in methods.items()
     ]
 
 
 def paper_gpu_table(rows: Sequence[PaperGpuRow]) -> TextTable:
-    """A line for each point of both sweeps: how much slower the baseline is than SimA; "paper" where it says so."""
+    """How much slower the baseline is than SimA, one line per point of both sweeps; "paper": its number."""
     header = ["sweep", "at", "baseline", "ms", "SimA as in the paper, ms", "baseline slower by", "paper"]
     header += ["SimA, ours, ms", "baseline slower by"]
     lines = []
-    for baseline, sima, ours in zip(rows[::3], rows[1::3], rows[2::3], strict=True):  # they are written in threes
+    for baseline, sima, ours in zip(rows[::3], rows[1::3], rows[2::3], strict=True):  # rows come in threes
         lines.append(
             [
                 sima.sweep,
@@ -334,17 +325,11 @@ def paper_gpu_table(rows: Sequence[PaperGpuRow]) -> TextTable:
 
 
 def _packed(B: int, N: int, H: int, D: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v [B, H, N, D], views of one packed tensor, as a module has them."""
+    """Random q, k, v [B, H, N, D], views of one packed tensor, as in a module."""
     generator = torch.Generator(device).manual_seed(0)
-    packed = torch.randn(B, N, 3, H, D, generator=generator, device=device)
-    q, k, v = packed.permute(2, 0, 3, 1, 4).unbind(0)
-    return q, k, v
+    return unpack(torch.randn(B, N, 3, H, D, generator=generator, device=device))
 
 
 def _check(name: str, core: Core, q: Tensor, k: Tensor, v: Tensor) -> float:
-    """The error against float64 in the order that writes no matrix of token pairs down."""
-    truth = sima_attention(q.double(), k.double(), v.double(), order="kv", backend="eager")
-    error = ((core(q, k, v).double() - truth).norm() / truth.norm()).item()
-    if not error < LARGEST_ERROR:
-        raise RuntimeError(f"{name} is off by {error:.1e} from float64 at {tuple(q.shape)}")
-    return error
+    truth = sima_attention(q.double(), k.double(), v.double(), order="kv", backend="eager")  # no N x N matrix
+    return check_error(name, core(q, k, v), truth, LARGEST_ERROR)

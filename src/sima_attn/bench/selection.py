@@ -1,4 +1,4 @@
-"""Which cases of a benchmark to measure."""
+"""Selection of the cases of a benchmark."""
 
 from collections.abc import Callable, Collection
 from typing import TypeVar
@@ -9,7 +9,7 @@ Case = TypeVar("Case")
 def select(
     cases: list[Case], what: str, wanted: Collection[object] | None, value_of: Callable[[Case], object]
 ) -> list[Case]:
-    """The cases whose value is wanted, or all where `wanted` is empty or None; an error names the value by `what`."""
+    """The cases whose value is in `wanted`, or all if `wanted` is empty or None; `what` names the value in errors."""
     known = list(dict.fromkeys(value_of(case) for case in cases))
     for value in wanted or ():
         if value not in known:

@@ -1,4 +1,4 @@
-"""Rows of the speed benchmarks -> the tables of the README, the docs and the terminal."""
+"""Rows of the speed benchmarks -> tables of the README, the docs and the terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PairedRow = TypeVar("PairedRow")
 
 
 def cpu_table(rows: Sequence[CpuRow], threads: int, direction: str) -> TextTable:
-    """Speed against softmax at every shape; torch.compile has columns where it was measured."""
+    """Speed relative to softmax at each shape; with columns for torch.compile if it was measured."""
     found: dict[tuple[int, int, int, int], dict[tuple[str, bool], CpuRow]] = {}
     for row in rows:
         if row.threads == threads and row.direction == direction:
@@ -33,7 +33,7 @@ def cpu_table(rows: Sequence[CpuRow], threads: int, direction: str) -> TextTable
     lines = []
     for shape, measured in found.items():
         if ("sima", False) not in measured:
-            raise ValueError(f"there is no row of sima for B, H, N, D = {shape}: the rows were cut; measure again")
+            raise ValueError(f"there is no row of sima for B, H, N, D = {shape}: rows are missing; measure again")
         sima = measured["sima", False]
         lines.append(
             [
@@ -50,7 +50,7 @@ def cpu_table(rows: Sequence[CpuRow], threads: int, direction: str) -> TextTable
 
 
 def demo_table(rows: Sequence[DemoRow], counted_tokens: int) -> TextTable:
-    """Error, counts and speed against softmax of every attention; the counts are those at `counted_tokens`."""
+    """Error, counts at `counted_tokens`, and speed relative to softmax, of each attention."""
     tokens = sorted({row.N for row in rows})
     header = ["attention", "error", "exp()", "in paper", "MMACs", *(f"N={n}" for n in tokens)]
     lines: list[list[str]] = []
@@ -66,7 +66,7 @@ def demo_table(rows: Sequence[DemoRow], counted_tokens: int) -> TextTable:
 
 
 def gpu_table(rows: Sequence[GpuRow], direction: str) -> TextTable:
-    """Microseconds of every method in bfloat16 at the shapes where all were measured."""
+    """Microseconds of each method in bfloat16 at the shapes where all were measured."""
     found: dict[tuple[int, int, int, int], dict[tuple[str, bool], GpuRow]] = {}
     for row in rows:
         if row.direction == direction and row.dtype == "bfloat16":
@@ -100,7 +100,7 @@ def gpu_table(rows: Sequence[GpuRow], direction: str) -> TextTable:
 
 
 def dtype_table(rows: Sequence[GpuRow]) -> TextTable:
-    """Microseconds in the other dtypes: the fastest softmax kernel that takes the dtype, and SimA."""
+    """Microseconds in the other dtypes: the fastest softmax kernel, and SimA."""
     header = ["B, N, H, D", "dtype", "", "fastest softmax", "us", "SimA", "goal", "against softmax"]
     found: dict[tuple, list[GpuRow]] = {}
     for row in rows:
@@ -116,8 +116,8 @@ def dtype_table(rows: Sequence[GpuRow]) -> TextTable:
 
 
 def gpu_summary(rows: Sequence[GpuRow]) -> TextTable:
-    """The measured shapes at a glance: softmax's two kernels, the paper's code and SimA, forward and in training."""
-    from sima_attn.bench.gpu import FORWARD, TRAINING
+    """Both softmax kernels, the paper's code and SimA at all shapes, forward and in training."""
+    from sima_attn.bench.cores import FORWARD, TRAINING
 
     times: dict[tuple[int, int, int, int], dict[tuple[str, str], GpuRow]] = {}
     for row in rows:
@@ -205,7 +205,7 @@ def call_overhead_table(rows: Sequence[CallOverheadRow]) -> TextTable:
 
 
 def targets_table(models: Sequence[ModelSpeedRow], calls: Sequence[CallOverheadRow] = ()) -> TextTable:
-    """Everything that has a target: both times, the ratio softmax / SimA, the target, and whether it is met."""
+    """All rows with a target: both times, the ratio softmax / SimA, the target, and whether it is met."""
     header = ["what", "softmax", "SimA", "ratio", "target", "result"]
     lines = [
         [
@@ -235,7 +235,7 @@ def _verdict(ratio: float, target: float) -> list[str]:
 
 
 def _pairs(rows: Sequence[PairedRow]) -> Iterator[tuple[PairedRow, PairedRow]]:
-    """Each twin with its SimA row: they are written in pairs."""
+    """Each twin with its SimA row: rows come in pairs."""
     return zip(rows[::2], rows[1::2], strict=True)
 
 

@@ -1,7 +1,8 @@
 """`sima bench`: measure, write rows, print tables."""
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -18,10 +19,44 @@ from sima_attn.cli._shared import (
 )
 
 Update = Annotated[
-    bool, typer.Option("--update", help="Keep the file's rows of other cases. Default: the file is replaced.")
+    bool, typer.Option("--update", help="Keep rows of other cases in the file. Default: the file is overwritten.")
 ]
 
 app = typer.Typer(help="Measure, write rows, print tables.", no_args_is_help=True)
+
+
+def measure(
+    groups: Callable[[Callable[[str], None]], Iterable[list[Any]]],
+    out: Path,
+    total: int,
+    *,
+    merge: Callable[[list[Any], list[Any]], list[Any]] = lambda rows, new: rows + new,
+    rows: list[Any] | None = None,
+) -> list[Any]:
+    """Measure groups of rows under a progress bar; the file is written after each, so an interruption keeps it.
+
+    Args:
+        groups: Takes a function that sets the text of the progress bar, yields the rows of each group.
+        total: Number of groups.
+        merge: Adds new rows to those so far.
+        rows: Rows to start with.
+    """
+    from sima_attn.report.rows import write_rows
+
+    rows = rows or []
+    with progress_bar() as progress:
+        task = progress.add_task("starting", total=total)
+        for new in groups(lambda text: progress.update(task, description=text)):
+            rows = merge(rows, new)
+            write_rows(out, rows)
+            progress.advance(task)
+    return rows
+
+
+def print_paths(**paths: Path) -> None:
+    """Where the results are: rows, figure."""
+    for kind, path in paths.items():
+        console.print(f"{kind.capitalize()}: {path}", highlight=False, soft_wrap=True)
 
 
 @app.command("cpu")
@@ -29,33 +64,29 @@ def bench_cpu_command(
     out: RowsFile = BENCH_FOLDER / "cpu.csv",
     threads: Threads = [1, 2],  # noqa: B006
     seconds: Seconds = 6.0,
-    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Time torch.compile too.")] = True,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Also time torch.compile.")] = True,
 ) -> None:
     """SimA's attention core against softmax and the paper's code on the CPU: forward, and forward + backward."""
-    from sima_attn.bench.cpu import CASES, FORWARD, TRAINING, bench_cpu, can_compile
+    from sima_attn.bench.cores import DIRECTIONS
+    from sima_attn.bench.cpu import CASES, bench_cpu, can_compile
     from sima_attn.bench.tables import cpu_table
-    from sima_attn.report.rows import write_rows
 
     if compiled and not can_compile():
-        console.print("[yellow]There is no C++ compiler here: torch.compile is left out.[/yellow]")
+        console.print("[yellow]No C++ compiler was found: torch.compile is skipped.[/yellow]")
         compiled = False
-    rows = []
-    with progress_bar() as progress:
-        task = progress.add_task("starting", total=len(threads) * len(CASES))
+
+    def groups(show: Callable[[str], None]) -> Iterable[list[Any]]:
         for count in threads:
-            measured = bench_cpu(threads=count, seconds=seconds, compiled=compiled)
-            for case in CASES:
-                progress.update(task, description=f"{count} threads, {case}")
-                rows += next(measured)
-                progress.advance(task)
-            measured.close()
-    write_rows(out, rows)
+            show(f"{count} thread{'s' * (count > 1)}")
+            yield from bench_cpu(threads=count, seconds=seconds, compiled=compiled)
+
+    rows = measure(groups, out, len(threads) * len(CASES))
     for count in threads:
-        for direction in (FORWARD, TRAINING):
-            title = f"Speed against softmax, {direction}, {count} thread{'s' * (count > 1)}, {rows[0].device}"
+        for direction in DIRECTIONS:
+            title = f"Speed relative to softmax, {direction}, {count} thread{'s' * (count > 1)}, {rows[0].device}"
             caption = "GFLOP/s are SimA's; matmul is a 1024^3 product"
             print_table(cpu_table(rows, count, direction), title, caption=caption)
-    console.print(f"Rows: {out}", highlight=False, soft_wrap=True)
+    print_paths(rows=out)
 
 
 @app.command("gpu")
@@ -64,7 +95,7 @@ def bench_gpu_command(
     figure: FigureFile = BENCH_FOLDER / "gpu.png",
     shape: Annotated[
         list[str] | None,
-        typer.Option(metavar="B,N,H,D", help="Shapes, as in 256,196,6,64; repeat for several. Default: all."),
+        typer.Option(metavar="B,N,H,D", help="Shapes, e.g. 256,196,6,64; repeat for several. Default: all."),
     ] = None,
     dtype: Annotated[
         list[str] | None, typer.Option(help="bfloat16, float16 or float32; repeat for several. Default: all.")
@@ -73,32 +104,26 @@ def bench_gpu_command(
     seconds: Seconds = 0.3,
 ) -> None:
     """SimA's fused kernels against flash and cuDNN softmax, the paper's code, XCA and ELU, on a CUDA device."""
+    from sima_attn.bench.cores import DIRECTIONS
     from sima_attn.bench.figures import plot_gpu
-    from sima_attn.bench.gpu import FIGURE_CASES, FORWARD, TRAINING, GpuRow, bench_gpu, select_cases
+    from sima_attn.bench.gpu import FIGURE_CASES, GpuRow, bench_gpu, select_cases
     from sima_attn.bench.tables import dtype_table, gpu_table
     from sima_attn.report.cuda_timing import check_cuda
     from sima_attn.report.figures import check_can_plot
-    from sima_attn.report.rows import merge_rows, read_rows, write_rows
+    from sima_attn.report.rows import merge_rows, read_rows
 
     cases = select_cases(shapes=shape, dtypes=dtype)
     check_cuda()
     check_can_plot()
-    rows = read_rows(out, GpuRow) if update and out.exists() else []
-    with progress_bar() as progress:
-        task = progress.add_task("starting", total=len(cases))
-        measured = bench_gpu(cases, seconds=seconds)
-        for case in cases:
-            progress.update(task, description=f"{case} {case.dtype}")
-            rows = merge_rows(rows, next(measured))
-            write_rows(out, rows)
-            progress.advance(task)
-    for direction in (FORWARD, TRAINING):
+    old = read_rows(out, GpuRow) if update and out.exists() else []
+    rows = measure(lambda show: bench_gpu(cases, seconds=seconds), out, len(cases), merge=merge_rows, rows=old)
+    for direction in DIRECTIONS:
         print_table(gpu_table(rows, direction), f"{direction}, microseconds, bfloat16, {rows[0].device}")
     print_table(dtype_table(rows), f"other dtypes, microseconds, {rows[0].device}")
-    console.print(f"Rows:   {out}", highlight=False, soft_wrap=True)
+    print_paths(rows=out)
     if {row.shape for row in rows} >= {(case.B, case.N, case.H, case.D) for case in FIGURE_CASES}:
         plot_gpu(rows, figure)
-        console.print(f"Figure: {figure}", highlight=False, soft_wrap=True)
+        print_paths(figure=figure)
 
 
 @app.command("call-overhead")
@@ -107,19 +132,12 @@ def bench_call_overhead_command(out: RowsFile = BENCH_FOLDER / "call_overhead.cs
     from sima_attn.bench.call_overhead import SHAPES, bench_call_overhead
     from sima_attn.bench.tables import call_overhead_table, targets_table
     from sima_attn.report.cuda_timing import check_cuda
-    from sima_attn.report.rows import write_rows
 
     check_cuda()
-    rows = []
-    with progress_bar() as progress:
-        task = progress.add_task("call overhead", total=2 * len(SHAPES))
-        for measured in bench_call_overhead(seconds=seconds):
-            rows += measured
-            write_rows(out, rows)
-            progress.advance(task)
+    rows = measure(lambda show: bench_call_overhead(seconds=seconds), out, 2 * len(SHAPES))
     print_table(call_overhead_table(rows), f"CPU time per call, bfloat16, {rows[0].cpu}, {rows[0].device}")
     print_table(targets_table([], rows), "Targets: ratio = softmax time / SimA time")
-    console.print(f"Rows: {out}", highlight=False, soft_wrap=True)
+    print_paths(rows=out)
 
 
 @app.command("model")
@@ -144,34 +162,32 @@ def bench_model_command(
     from sima_attn.bench.model import ModelSpeedRow, bench_models, select_cases
     from sima_attn.bench.tables import model_table, step_table, targets_table
     from sima_attn.report.cuda_timing import check_cuda
-    from sima_attn.report.rows import merge_rows, read_rows, write_rows
+    from sima_attn.report.rows import merge_rows, read_rows
 
     cases = select_cases(models=model, modes=mode, directions=direction, pixels=pixels, batches=batch)
     check_cuda()
-    rows = read_rows(out, ModelSpeedRow) if update and out.exists() else []
-    with progress_bar() as progress:
-        task = progress.add_task("compiling", total=len(cases))
-        for measured in bench_models(cases, seconds=seconds):
-            last = measured[-1]
-            rows = sorted(merge_rows(rows, measured), key=lambda row: row.position)
-            write_rows(out, rows)
-            done = f"{last.mode}, {last.direction}, {last.pixels} px, batch {last.batch}"
-            progress.update(task, advance=1, description=done)
+    old = read_rows(out, ModelSpeedRow) if update and out.exists() else []
+
+    def merge(rows: list[ModelSpeedRow], new: list[ModelSpeedRow]) -> list[ModelSpeedRow]:
+        return sorted(merge_rows(rows, new), key=lambda row: row.position)
+
+    rows = measure(lambda show: bench_models(cases, seconds=seconds), out, len(cases), merge=merge, rows=old)
     print_table(model_table(rows), f"images per second, CUDA graphs, bfloat16, {rows[0].device}")
     print_table(step_table(rows), f"milliseconds per step, called from Python, bfloat16, {rows[0].device}")
     print_table(targets_table(rows), "Targets: ratio = softmax time / SimA time")
-    console.print(f"Rows: {out}", highlight=False, soft_wrap=True)
+    print_paths(rows=out)
 
 
 @app.command("table")
 def bench_table_command(
-    rows_file: Annotated[Path, typer.Argument(help="CSV file that `sima bench cpu` wrote.")] = BENCH_FOLDER / "cpu.csv",
-    threads: Annotated[int, typer.Option(help="Which thread count to show.")] = 1,
+    rows_file: Annotated[Path, typer.Argument(help="CSV file of `sima bench cpu`.")] = BENCH_FOLDER / "cpu.csv",
+    threads: Annotated[int, typer.Option(help="Number of threads to show.")] = 1,
 ) -> None:
     """Print the rows of the CPU benchmark as Markdown tables: forward, then forward + backward."""
-    from sima_attn.bench.cpu import FORWARD, TRAINING, CpuRow
+    from sima_attn.bench.cores import DIRECTIONS
+    from sima_attn.bench.cpu import CpuRow
     from sima_attn.bench.tables import cpu_table
     from sima_attn.report.rows import read_rows
 
     rows = read_rows(rows_file, CpuRow)
-    print("\n\n".join(cpu_table(rows, threads, direction).markdown() for direction in (FORWARD, TRAINING)))
+    print("\n\n".join(cpu_table(rows, threads, direction).markdown() for direction in DIRECTIONS))

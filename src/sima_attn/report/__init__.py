@@ -1,1 +1,1 @@
-"""What every package that measures or plots uses: rows, tables, figures, timing, progress bars."""
+"""Rows, tables, figures, timing and progress bars, for all packages that measure or plot."""

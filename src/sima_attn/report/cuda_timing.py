@@ -1,4 +1,4 @@
-"""Times functions against each other on a CUDA device, in turns: as graphs, called from Python, or enqueued only."""
+"""Timing of functions on a CUDA device, in turns: as CUDA graphs, as calls from Python, or until enqueued."""
 
 from collections.abc import Callable, Mapping
 
@@ -13,18 +13,18 @@ ENQUEUED_CALLS = 50  # the queue of a device holds about 1,000 kernels
 
 
 def check_cuda() -> None:
-    """Say what is missing before anything is built."""
+    """Raise if there is no CUDA device."""
     if not torch.cuda.is_available():
-        raise ValueError("this benchmark needs a CUDA device, and torch sees none here; `sima bench cpu` needs none")
+        raise ValueError("this benchmark needs a CUDA device, and torch finds none; `sima bench cpu` needs none")
 
 
 def time_graphs(
     functions: Mapping[str, Function], *, seconds: float = 1.0, least_samples: int = 15
 ) -> dict[str, Timing]:
-    """Time every function, in rounds, until each has had its share of `seconds`.
+    """Time all functions as CUDA graphs, in rounds, for about `seconds` each.
 
-    A graph holds no launch gaps of Python: what is timed is what the chip does. All functions take turns, so slow
-    drifts of the machine hit all alike. The inputs stay where they are, as for one layer called again and again.
+    A graph has no launch overhead of Python: the time is that of the device. The functions take turns, so slow drifts
+    of the machine affect all alike. The inputs stay in place, as for one layer that is called repeatedly.
     """
     check_cuda()
     graphs = {name: _capture(function) for name, function in functions.items()}
@@ -40,9 +40,9 @@ def time_graphs(
 
 
 def time_calls(functions: Mapping[str, Function], *, seconds: float = 1.0) -> dict[str, Timing]:
-    """Wall-clock time per call from Python, the device's work included: what a loop gets that replays no graphs.
+    """Wall-clock time per call from Python, including the work of the device: a loop without CUDA graphs.
 
-    A sample is several calls and a wait for the device at their end.
+    A sample is several calls followed by one synchronization.
     """
     check_cuda()
     wait = torch.cuda.synchronize
@@ -50,10 +50,10 @@ def time_calls(functions: Mapping[str, Function], *, seconds: float = 1.0) -> di
 
 
 def time_enqueuing(functions: Mapping[str, Function], *, seconds: float = 1.0) -> dict[str, Timing]:
-    """CPU time per call: until Python has the result, whose values the device may still be computing.
+    """CPU time per call: until the call returns, while the device may still be computing.
 
-    The device is idle at the start of each sample, and the calls of a sample do not fill its queue, where a call
-    would wait for a free place.
+    The device is idle at the start of each sample, and the calls of a sample do not fill its queue; a full queue would
+    block the call.
     """
     check_cuda()
     return time_interleaved(
@@ -66,7 +66,7 @@ def time_enqueuing(functions: Mapping[str, Function], *, seconds: float = 1.0) -
 
 
 def copy_bandwidth(gibibytes: float = 0.25) -> float:
-    """Bytes read and written a second by a large copy: what the device can move at best."""
+    """Bytes read and written per second by a large copy: the bandwidth that the device reaches."""
     source = torch.randn(int(gibibytes * 2**29), device="cuda", dtype=torch.float32).to(torch.bfloat16)
     target = torch.empty_like(source)
     timing = time_graphs({"copy": lambda: target.copy_(source)}, seconds=0.2)["copy"]
@@ -74,12 +74,12 @@ def copy_bandwidth(gibibytes: float = 0.25) -> float:
 
 
 def device_name() -> str:
-    """The GPU as the driver names it."""
+    """Name of the GPU."""
     return torch.cuda.get_device_name()
 
 
 def _capture(function: Function) -> tuple[torch.cuda.CUDAGraph, int]:
-    """A graph of so many calls of the function, and how many."""
+    """A graph of several calls of the function, and their number."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -87,7 +87,7 @@ def _capture(function: Function) -> tuple[torch.cuda.CUDAGraph, int]:
             function()
     torch.cuda.current_stream().wait_stream(stream)
     graph = _graph_of(function, 1, stream)
-    # Clocked as a graph: a call from Python may take many times as long as its kernels.
+    # Timed as a graph: a call from Python may take many times as long as its kernels.
     once = min(_seconds(graph.replay) for _ in range(3))
     calls = max(1, min(MOST_CALLS, round(SAMPLE_SECONDS / once)))
     return (_graph_of(function, calls, stream), calls) if calls > 1 else (graph, 1)

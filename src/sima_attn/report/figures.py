@@ -1,4 +1,4 @@
-"""Figures: one place that imports matplotlib, makes a figure and writes it."""
+"""Figures: the one place that creates and writes a matplotlib figure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FIGURES = (".png", ".jpg", ".pdf", ".svg")
 
 
 def check_can_plot(path: Path | None = None) -> None:
-    """Raise before a long run if matplotlib is missing or `path` is not the name of a figure."""
+    """Raise if matplotlib is missing or `path` is not the name of a figure; called before a long run."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -34,9 +34,9 @@ def figure(path: Path, *, rows: int = 1, columns: int = 1, dpi: int = 150, **opt
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    drawn = Figure(layout="constrained", figsize=options.pop("figsize", None))
-    FigureCanvasAgg(drawn)
-    axes = drawn.subplots(rows, columns, **options)
-    yield drawn, axes
+    whole = Figure(layout="constrained", figsize=options.pop("figsize", None))
+    FigureCanvasAgg(whole)
+    axes = whole.subplots(rows, columns, **options)
+    yield whole, axes
     with atomic_write(path) as temporary:
-        drawn.savefig(temporary, dpi=dpi, format=path.suffix[1:])
+        whole.savefig(temporary, dpi=dpi, format=path.suffix[1:])

@@ -1,4 +1,4 @@
-"""What a run shows while it goes: one rich bar with throughput and time left, and a line an evaluation."""
+"""Progress output of a run: a bar with throughput and remaining time, and one line per evaluation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class RunProgress:
-    """A bar on stderr. A process other than the first one shows nothing."""
+    """A progress bar on stderr; only the first process shows one."""
 
     def __init__(self, shown: bool = True) -> None:
         self.console = Console(stderr=True, quiet=not shown)
@@ -39,11 +39,11 @@ class RunProgress:
         self.bar.stop()
 
     def say(self, line: str) -> None:
-        """A line above the bar."""
+        """Print a line above the bar."""
         self.console.print(escape(line), highlight=False, soft_wrap=True)
 
     def counter(self, what: str) -> Callable[[int, int], None]:
-        """A function (done, total) that moves a bar of its own, which goes when it is full."""
+        """A function (done, total) that updates a separate bar, which is removed when it is full."""
         task = self.bar.add_task(what, total=None, facts="")
 
         def move(done: int, total: int) -> None:
@@ -54,21 +54,21 @@ class RunProgress:
         return move
 
     def start(self, done: int, total: int) -> None:
-        """Begin the bar of the steps."""
+        """Start the bar of the training steps."""
         self.task = self.bar.add_task("training", completed=done, total=total, facts="")
 
     def step(self, done: int, epoch: float, loss: float, images_per_second: float) -> None:
-        """Move the bar."""
+        """Update the bar."""
         facts = f"loss {loss:.3f}, {images_per_second:,.0f} images/s"
         self.bar.update(self.task, completed=done, description=f"epoch {epoch:.1f}", facts=facts)
 
     def show_stopping(self) -> None:
-        """Say in the bar that a signal was received; nothing is printed, so that a signal handler may call it."""
+        """Show in the bar that a signal was received; safe in a signal handler, since nothing is printed."""
         if self.task is not None:
-            self.bar.update(self.task, description="stopping after this step (again: at once)")
+            self.bar.update(self.task, description="stopping after this step (press again to stop at once)")
 
     def evaluated(self, epoch: float, metrics: Mapping[str, float]) -> None:
-        """A line with the numbers of an evaluation."""
+        """Print the metrics of an evaluation."""
         numbers = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items() if name != "images")
         if numbers:
             self.say(f"epoch {epoch:g}: {numbers}")

@@ -1,4 +1,4 @@
-"""Tables of text: a header and cells, for the terminal and for Markdown pages."""
+"""Text tables for the terminal and for Markdown pages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class TextTable(NamedTuple):
-    """A table of text; the lines in `bold` are SimA's."""
+    """A header and lines of cells; `bold` has the indices of the lines to emphasize."""
 
     header: list[str]
     lines: list[list[str]]

@@ -1,8 +1,9 @@
-"""Times functions against each other in one run, so that their ratio means something on a busy machine."""
+"""Timing of functions in turns, in one run, so that their ratio is meaningful on a busy machine."""
 
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 
@@ -11,12 +12,20 @@ Function = Callable[[], object]
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds a call: the 20th, 50th and 80th percentile over `samples` samples."""
+    """Seconds per call: the 20th, 50th and 80th percentile over `samples` samples."""
 
     p20: float
     p50: float
     p80: float
     samples: int
+
+    def columns(self, unit: Literal["ms", "us"], digits: int) -> dict[str, Any]:
+        """The columns of a row: p20_ms, p50_ms, p80_ms (or _us) and samples."""
+        scale = {"ms": 1e3, "us": 1e6}[unit]
+        percentiles = {"p20": self.p20, "p50": self.p50, "p80": self.p80}
+        return {f"{name}_{unit}": round(x * scale, digits) for name, x in percentiles.items()} | {
+            "samples": self.samples
+        }
 
 
 def time_interleaved(
@@ -31,18 +40,18 @@ def time_interleaved(
     clock: Callable[[], float] = time.perf_counter,
     on_round: Callable[[], object] = lambda: None,
 ) -> dict[str, Timing]:
-    """Time every function, in rounds, until each has had its share of `seconds`.
+    """Time all functions in rounds, for `seconds` in total, so that slow drifts of the machine affect all alike.
 
-    In a round each function is called as often as fills `sample_seconds`, or `calls_per_sample` times, twice:
-    once untimed, then timed; the mean of the timed calls is one sample. The untimed calls bring the inputs back
-    into the cache, where in a network the projection leaves q, k and v; a function that takes longer than a whole
-    sample has no use for that. Slow drifts of the machine hit all functions alike.
+    In a round each function is called as often as fits `sample_seconds`, or `calls_per_sample` times: first untimed,
+    then timed. The mean of the timed calls is one sample. The untimed calls bring the inputs back into the cache,
+    where in a network the projection leaves q, k and v; they are omitted for a function that takes longer than a
+    sample.
 
-    `before_sample` runs before the clock starts, `after_calls` before it stops: on a GPU, where a call only
-    enqueues work, they wait for the device.
+    `before_sample` runs before the clock starts, `after_calls` before it stops: on a GPU, where a call only enqueues
+    work, they wait for the device.
     """
     if not functions:
-        raise ValueError("there is nothing to time: give at least one function")
+        raise ValueError("nothing to time: pass at least one function")
     calls: dict[str, int] = {}
     untimed: dict[str, int] = {}
     for name, function in functions.items():
