@@ -52,20 +52,20 @@ tables: $(READY) ## regenerate the tables in README and docs from the rows in be
 
 # Benchmarks whose rows and figures are committed. `sima bench` by itself writes to runs/bench/.
 RESULTS := benchmarks/results
-bench-cpu: BENCH = cpu --out $(RESULTS)/cpu.csv ## CPU speed against softmax -> benchmarks/results/ (about 5 minutes)
-bench-gpu: BENCH = gpu --out $(RESULTS)/gpu.csv --figure docs/images/gpu.png
-bench-call-overhead: BENCH = call-overhead --out $(RESULTS)/call_overhead.csv
-bench-model: BENCH = model --out $(RESULTS)/model.csv
-bench-edge: BENCH = edge --out $(RESULTS)/edge.csv --figure docs/images/edge.png
-bench-paper-edge: BENCH = paper-edge --out $(RESULTS)/paper_edge.csv
-bench-paper-gpu: BENCH = paper-gpu --out $(RESULTS)/paper_gpu.csv
-bench-detect-cpu: BENCH = detect --device cpu --out $(RESULTS)/detect_cpu.csv
-bench-detect-cuda: BENCH = detect --device cuda --out $(RESULTS)/detect_cuda.csv
-bench-dino: BENCH = dino --out $(RESULTS)/dino_step.csv
-bench-knn: BENCH = knn --out $(RESULTS)/knn_speed.csv
-bench-serve: BENCH = serve --out $(RESULTS)/serve.csv
+bench-cpu: BENCH = sima bench cpu --out $(RESULTS)/cpu.csv ## CPU speed against softmax -> benchmarks/results/ (about 5 minutes)
+bench-gpu: BENCH = sima bench gpu --out $(RESULTS)/gpu.csv --figure docs/images/gpu.png
+bench-call-overhead: BENCH = sima bench call-overhead --out $(RESULTS)/call_overhead.csv
+bench-model: BENCH = sima bench model --out $(RESULTS)/model.csv
+bench-edge: BENCH = sima bench edge --out $(RESULTS)/edge.csv --figure docs/images/edge.png
+bench-paper-edge: BENCH = sima bench paper-edge --out $(RESULTS)/paper_edge.csv
+bench-paper-gpu: BENCH = sima bench paper-gpu --out $(RESULTS)/paper_gpu.csv
+bench-detect-cpu: BENCH = sima bench detect --device cpu --out $(RESULTS)/detect_cpu.csv
+bench-detect-cuda: BENCH = sima bench detect --device cuda --out $(RESULTS)/detect_cuda.csv
+bench-dino: BENCH = python benchmarks/dino_step.py --out $(RESULTS)/dino_step.csv
+bench-knn: BENCH = python benchmarks/knn_search.py --out $(RESULTS)/knn_speed.csv
+bench-serve: BENCH = python benchmarks/serve_load.py --out $(RESULTS)/serve.csv
 $(BENCHES): $(READY)
-	.venv/bin/sima bench $(BENCH)
+	.venv/bin/$(BENCH)
 
 clean: ## remove the environment, caches and runs/
 	rm -rf .venv .tools runs .pytest_cache .ruff_cache .mypy_cache .hypothesis

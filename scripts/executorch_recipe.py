@@ -23,7 +23,7 @@ def main(arguments: list[str]) -> int:
     from executorch.exir import to_edge_transform_and_lower
     from executorch.runtime import Runtime
 
-    import sima_attn.models  # noqa: F401  registers our names with timm
+    import sima_attn  # noqa: F401  registers our names with timm
     from sima_attn.models.pretrained import weights_file
 
     name, out, size = arguments[0], Path(arguments[1]), int(arguments[2])

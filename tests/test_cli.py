@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 from sima_attn import __version__, cli
-from sima_attn.bench import cpu, demo, edge, knn
+from sima_attn.bench import cpu, demo, edge
 from sima_attn.cli import doctor
 from sima_attn.ops import api
 from sima_attn.report.figures import check_can_plot
@@ -124,16 +124,17 @@ def test_no_path_of_the_clone_is_built_into_the_package():
 
 def test_a_benchmark_writes_to_runs_bench_and_nowhere_else(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    sima("bench", "knn", "--bank", "2000", "--dim", "16", "--queries", "100", "--device", "cpu")
-    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")] == ["runs/bench/knn_speed.csv"]
+    sima("bench", "paper-edge", "--runs", "2")
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")] == ["runs/bench/paper_edge.csv"]
 
 
 def test_make_writes_the_committed_rows_of_every_benchmark():
     makefile = (RESULTS.parents[1] / "Makefile").read_text()
-    targets = re.findall(r"^(bench-[a-z-]+): BENCH = ([a-z-]+) .*--out \$\(RESULTS\)/(\w+\.csv)", makefile, re.M)
-    assert {command for _, command, _ in targets} == {
-        name.split()[-1] for name, _ in commands() if name.startswith("sima bench ") and not name.endswith(" table")
-    }
+    pattern = r"^(bench-[a-z-]+): BENCH = (sima bench [a-z-]+|python \S+) .*--out \$\(RESULTS\)/(\w+\.csv)"
+    targets = re.findall(pattern, makefile, re.M)
+    measured = {name for name, _ in commands() if name.startswith("sima bench ")} - {"sima bench table"}
+    scripts = {f"python benchmarks/{name}.py" for name in ("dino_step", "knn_search", "serve_load")}
+    assert {command for _, command, _ in targets} == measured | scripts
     assert [file for _, _, file in targets if not (RESULTS / file).is_file()] == []
     benches = re.search(r"addprefix bench-,(.*)\)", makefile)[1].split()
     assert [f"bench-{name}" for name in benches] == [target for target, _, _ in targets]
@@ -149,14 +150,13 @@ def test_make_writes_the_committed_rows_of_every_benchmark():
         (("model", "--model", "deit", "--model", "cvt"), "the model 'cvt'; choose from: deit, xcit"),
         (("model", "--pixels", "224", "--pixels", "100"), "the image side 100; choose from: 224, 512"),
         (("gpu", "--shape", "1,2,3"), "the shape '1,2,3'; choose from: 256,196,6,64"),
-        (("knn", "--bank", "0"), "greater than or equal to 1"),
     ],
 )
 def test_options_of_a_benchmark_are_checked_before_anything_is_measured(arguments, message, monkeypatch):
     def measure(*_, **__):
         raise AssertionError("it was measured")
 
-    for module, name in ((cpu, "time_interleaved"), (edge, "_make_files"), (knn, "write_bank")):
+    for module, name in ((cpu, "time_interleaved"), (edge, "_make_files")):
         monkeypatch.setattr(module, name, measure)
     result = runner.invoke(cli.app, ["bench", *arguments])
     assert message in f"{result.output} {result.exception}"

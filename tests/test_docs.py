@@ -191,14 +191,14 @@ README_CASES = [
 
 def tables_of_rows() -> list[tuple[str, str, str]]:
     """(page, file of rows, the table that the page has of them)."""
+    from dino_step import DinoStepRow, dino_step_table
+    from knn_search import KnnSpeedRow, knn_speed_table
     from sima_attn.bench.call_overhead import CallOverheadRow
     from sima_attn.bench.cpu import CpuRow
     from sima_attn.bench.demo import COUNTED_TOKENS, DemoRow, TwinRow, twins_table
     from sima_attn.bench.detect import DetectSpeedRow, detect_table
-    from sima_attn.bench.dino_step import DinoStepRow, dino_step_table
     from sima_attn.bench.edge import EdgeRow, edge_summary
     from sima_attn.bench.gpu import FORWARD, TRAINING, GpuRow
-    from sima_attn.bench.knn import KnnSpeedRow, knn_speed_table
     from sima_attn.bench.model import ModelSpeedRow
     from sima_attn.bench.paper_edge import PaperEdgeRow, PaperGpuRow, paper_edge_table, paper_gpu_table
     from sima_attn.bench.tables import (
@@ -237,7 +237,11 @@ def tables_of_rows() -> list[tuple[str, str, str]]:
         ("docs/benchmarks.md", "demo_twins.csv", twins_table(rows("demo_twins.csv", TwinRow))),
         ("docs/benchmarks.md", "table_1.csv", table_1(rows("table_1.csv", ModelRow))),
         ("docs/detection.md", "detect_cpu.csv", without(detect_table(rows("detect_cpu.csv", DetectSpeedRow)), "goal")),
-        ("docs/detection.md", "detect_cuda.csv", without(detect_table(rows("detect_cuda.csv", DetectSpeedRow)), "goal")),
+        (
+            "docs/detection.md",
+            "detect_cuda.csv",
+            without(detect_table(rows("detect_cuda.csv", DetectSpeedRow)), "goal"),
+        ),
         ("docs/edge.md", "edge.csv", edge_summary(rows("edge.csv", EdgeRow))),
         *(
             ("docs/edge.md", "paper_edge.csv", without(paper_edge_table([r for r in paper if r.N == N]), "goal"))

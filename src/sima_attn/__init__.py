@@ -1,13 +1,14 @@
 """sima-attn: vision transformers without a single exp().
 
-Names are imported when they are first used, so that `import sima_attn` and `sima --help` stay quick. Our
-models join timm's registry when timm is imported, before or after this package.
+Names are imported on first use, so that `import sima_attn` and `sima --help` stay fast. The models are registered with
+timm when timm is imported, before or after this package, and the Auto classes of transformers load
+converted models.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from sima_attn._timm_registration import register_with_timm
+from sima_attn._registration import register_with_other_libraries
 from sima_attn._version import __version__
 
 if TYPE_CHECKING:
@@ -75,4 +76,4 @@ def __dir__() -> list[str]:
     return __all__
 
 
-register_with_timm()
+register_with_other_libraries()

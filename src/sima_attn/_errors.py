@@ -3,10 +3,13 @@
 import difflib
 from collections.abc import Iterable
 
+MOST_LISTED = 100
+
 
 def unknown_name(kind: str, given: object, known: Iterable[str]) -> ValueError:
-    """The error for a name that is not in a table, with the nearest known name where one is close."""
+    """The error for a name that is not in a table: the known names where they are few, and those close to it."""
     known = sorted(known)
-    message = f"unknown {kind} {given!r}; known: {', '.join(known)}"
-    near = difflib.get_close_matches(str(given), known, n=1)
-    return ValueError(f"{message}; did you mean {near[0]!r}?" if near else message)
+    few = len(known) <= MOST_LISTED
+    listed = f"; known: {', '.join(known)}" if few else ""
+    near = " or ".join(map(repr, difflib.get_close_matches(str(given), known, n=1 if few else 3)))
+    return ValueError(f"unknown {kind} {given!r}{listed}" + (f"; did you mean {near}?" if near else ""))

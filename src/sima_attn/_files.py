@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Atomic file writes, and what to do about a full disk."""
 
 import errno
 import os
@@ -11,21 +11,21 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-PREFIX = ".sima-tmp-"  # of temporary folders; nothing else has it, so that leftovers can be removed
+PREFIX = ".sima-tmp-"  # of temporary folders; leftovers are found by it
 _LOCK = ".lock"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class DiskFullError(OSError):
-    """A file that does not fit on its disk, into its quota or under the size limit of the process."""
+    """The disk, the quota or the file size limit of the process is exceeded."""
 
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """A path of the same name in a temporary folder; the file written there takes its place if no error is raised.
+    """Write a file atomically: yield a temporary path, and rename it to `path` if no error is raised.
 
-    The file has the permissions of any new file: the umask applies. What killed processes have left beside it is
-    removed when this process first writes there.
+    The file has the permissions of any new file: the umask applies. Leftovers of killed processes in the same folder
+    are removed when this process first writes there.
     """
     path = Path(path)
     if path.is_dir():
@@ -38,7 +38,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
         with _temporary_folder(path.parent) as (folder, mode):
             temporary = folder / path.name
             yield temporary
-            temporary.chmod(mode)  # safetensors gives its files others
+            temporary.chmod(mode)  # safetensors ignores the umask
             os.replace(temporary, path)
     except Exception as error:
         reason = disk_full_reason(error)
@@ -49,9 +49,9 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _temporary_folder(parent: Path) -> Iterator[tuple[Path, int]]:
-    """A new folder, locked as long as it is used and then removed, and the permissions of a new file.
+    """A new folder, locked while it is used and then removed, and the permissions of a new file.
 
-    A folder, because libraries may replace the file that they are given, or put files of their own beside it.
+    A folder, because libraries may replace the file they are given, or write further files next to it.
     """
     while True:
         folder = Path(tempfile.mkdtemp(dir=parent, prefix=PREFIX))
@@ -59,7 +59,7 @@ def _temporary_folder(parent: Path) -> Iterator[tuple[Path, int]]:
         _lock(handle, wait=True)
         if folder.exists():
             break
-        os.close(handle)  # another process removed it in the moment before it was locked
+        os.close(handle)  # another process removed the folder before it was locked
     try:
         yield folder, stat.S_IMODE(os.fstat(handle).st_mode)
     finally:
@@ -68,9 +68,9 @@ def _temporary_folder(parent: Path) -> Iterator[tuple[Path, int]]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the temporary folders of killed processes; one that is still written to is locked and stays."""
+    """Remove the temporary folders of killed processes; folders in use are locked and stay."""
     for left in folder.glob(f"{PREFIX}*"):
-        with suppress(OSError):  # it may belong to another user, or be gone
+        with suppress(OSError):  # it may belong to another user, or be removed already
             handle = os.open(left / _LOCK, os.O_WRONLY)
             try:
                 if _lock(handle, wait=False):
@@ -83,9 +83,9 @@ _remove_leftovers_once = cache(remove_leftovers)
 
 
 def _lock(handle: int, *, wait: bool) -> bool:
-    """Whether the lock of an open file is now ours; the system releases it when a process ends, however it ends.
+    """Lock an open file and return whether that succeeded; the system releases the lock when the process ends.
 
-    Not lockf: its lock is lost as soon as this process closes the file anywhere.
+    Not lockf, whose lock is released as soon as this process closes any handle of the file.
     """
     import fcntl
 
@@ -97,9 +97,9 @@ def _lock(handle: int, *, wait: bool) -> bool:
 
 
 def disk_full_reason(error: BaseException | None) -> str | None:
-    """What the system says of a full disk, None if the error, and those that caused it, have another reason.
+    """The system's message if an error or one of its causes is a full disk, otherwise None.
 
-    torch raises an error of its own after the system's; safetensors has no more than the system's number in its text.
+    torch raises its own error after the system's; safetensors only has the error number in its message.
     """
     while error is not None:
         number = error.errno if isinstance(error, OSError) else None

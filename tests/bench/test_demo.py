@@ -6,9 +6,10 @@ import pytest
 from PIL import Image
 
 from sima_attn._settings import differences
-from sima_attn.bench.demo import TWINS, TwinRow, plot_twins, train_twins, twins_table
+from sima_attn.bench.demo import TWINS, TwinRow, train_twins, twins_table
+from sima_attn.bench.figures import plot_twins
 from sima_attn.cli.demo import look_at_photos
-from sima_attn.explain.subject import shipped_models
+from sima_attn.models.pretrained import shipped_models
 from sima_attn.report.rows import read_rows, write_rows
 from sima_attn.train.recipes import named_recipe
 from sima_attn.train.run import RunFolder

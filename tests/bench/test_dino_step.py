@@ -1,11 +1,9 @@
-"""`sima bench dino`: a row a way, and the table of them."""
+"""benchmarks/dino_step.py: one row per mode, and the table of them."""
 
 import pytest
-from typer.testing import CliRunner
 
-from sima_attn import cli
-from sima_attn.bench import dino_step
-from sima_attn.bench.dino_step import DinoStepRow, bench_dino_step, dino_step_table
+import dino_step
+from dino_step import DinoStepRow, bench_dino_step, dino_step_table
 from sima_attn.report.rows import read_rows
 
 SMALL = ("model.kwargs.embed_dim=16", "model.kwargs.num_heads=2", "model.kwargs.depth=1", "run.precision=fp32")
@@ -13,26 +11,12 @@ SMALLER = (*SMALL, "run.batch=700", "data.size=16", "model.kwargs.img_size=16", 
 HEAD = ("distill.out_dim=16", "distill.hidden_dim=16", "distill.bottleneck_dim=8", "crops.local_count=1")
 
 
-def test_the_ways_of_a_cpu_and_their_table(tmp_path, monkeypatch):
-    without = {way: flags for way, flags in dino_step.WAYS.items() if way != "compiled"}
-    monkeypatch.setattr(dino_step, "WAYS", without)  # to compile would take longer than all the rest
+def test_the_modes_of_a_cpu_and_their_table(tmp_path, monkeypatch):
+    without = {mode: flags for mode, flags in dino_step.MODES.items() if mode != "compiled"}
+    monkeypatch.setattr(dino_step, "MODES", without)  # compiling would take longer than everything else
     out = tmp_path / "rows.csv"
     settings = [part for setting in (*SMALLER, *HEAD) for part in ("--set", setting)]
-    command = [
-        "bench",
-        "dino",
-        "--device",
-        "cpu",
-        "--only",
-        "vit_softmax",
-        "--epochs",
-        "8",
-        "--out",
-        str(out),
-        *settings,
-    ]
-    done = CliRunner().invoke(cli.app, command)
-    assert done.exit_code == 0, done.output
+    dino_step.main(["--device", "cpu", "--only", "vit_softmax", "--epochs", "8", "--out", str(out), *settings])
     rows = read_rows(out, DinoStepRow)
     assert [(row.compiled, row.recorded) for row in rows] == [(False, False)]
     row = rows[0]
@@ -41,11 +25,6 @@ def test_the_ways_of_a_cpu_and_their_table(tmp_path, monkeypatch):
     table = dino_step_table(rows)
     assert table.header[2:] == ["plain, ms"]
     assert table.lines == [["vit_softmax", "ViT-T/8, softmax", f"{row.ms:.1f}"]]
-
-
-def test_a_run_without_dino_is_an_error():
-    with pytest.raises(ValueError, match="supervised"):
-        next(bench_dino_step(device="cpu", names=["supervised"]))
 
 
 def test_too_few_steps_are_an_error():

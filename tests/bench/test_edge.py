@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from sima_attn import cli
 from sima_attn.bench import edge, paper_edge
-from sima_attn.bench.edge import EdgeRow, bench_edge, edge_table, peak_mib, plot_edge
+from sima_attn.bench.edge import EdgeRow, bench_edge, edge_table, peak_mib
+from sima_attn.bench.figures import plot_edge
 from sima_attn.bench.paper_edge import (
     CASES,
     OURS,

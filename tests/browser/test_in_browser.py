@@ -20,11 +20,12 @@ from selenium.webdriver.common.by import By
 
 from serving import serving
 from sima_attn.data.images import read_image
-from sima_attn.explain.subject import subject_of
+from sima_attn.data.loader import evaluation_transform
+from sima_attn.explain.photo_model import photo_model
 from sima_attn.export.onnx import export_onnx
-from sima_attn.export.preprocessing import Preprocessing
 from sima_attn.export.quantize import quantize_onnx
 from sima_attn.export.runtimes import open_model
+from sima_attn.models.preprocessing import Preprocessing
 from sima_attn.serve.app import create_app
 from sima_attn.serve.in_browser import RUNTIME, USUAL_RUNTIME, InBrowser
 
@@ -45,7 +46,7 @@ def subject():
     with torch.no_grad():  # random weights say the same of every photo: these have a favourite for each
         model.head.weight *= 40
         model.head.bias -= model(torch.randn(16, 3, 1, 1).expand(-1, -1, 64, 64)).mean(0)
-    return subject_of(model, name=NAME, trained=False)
+    return photo_model(model, name=NAME, trained=False)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +85,7 @@ def expected(path, data):
     if session.metadata["preprocessing_inside"] == "true":
         given = np.asarray(image)
     else:
-        given = Preprocessing.from_json(session.metadata["preprocessing"]).transform()(image)[None].numpy()
+        given = evaluation_transform(Preprocessing.from_json(session.metadata["preprocessing"]))(image)[None].numpy()
     probabilities = torch.from_numpy(session(given)[0]).softmax(0)  # [K]
     best = probabilities.topk(5)
     return [f"label {k}" for k in best.indices.tolist()], best.values.tolist()

@@ -20,7 +20,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select
 
 from serving import serving
-from sima_attn.explain.subject import subject_of
+from sima_attn.explain.photo_model import photo_model
 from sima_attn.serve import looking
 from sima_attn.serve.app import create_app
 from sima_attn.serve.limits import Limits
@@ -38,9 +38,8 @@ def served(tmp_path_factory):
     for name, colour in (("red", (200, 20, 20)), ("blue", (20, 20, 200))):
         Image.new("RGB", (60, 40), colour).save(samples / f"{name}.png")
     model = timm.create_model("sima_deit_tiny_patch16_224", **VIT).eval()
-    facts = {"input_size": (3, 32, 32)}
-    subject = subject_of(model, name="small", trained=False, classes=CLASSES, facts=facts)
-    with serving(create_app(subject, samples=samples, limits=LIMITS)) as served:
+    small = photo_model(model, name="small", trained=False, classes=CLASSES, size=32)
+    with serving(create_app(small, samples=samples, limits=LIMITS)) as served:
         yield served
 
 

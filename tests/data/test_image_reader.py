@@ -109,14 +109,14 @@ def test_evaluation_and_classify_agree_on_a_photo_of_a_turned_phone(tmp_path):
     from sima_attn.data.cache import Cache, normalise
     from sima_attn.data.loader import BrokenImages, evaluation_batches
     from sima_attn.data.settings import Data
-    from sima_attn.explain.subject import subject_of
+    from sima_attn.explain.photo_model import photo_model
 
     file = tmp_path / "val/cat/phone.jpg"
     file.parent.mkdir(parents=True)
     file.write_bytes(photo_bytes(6, "JPEG", quality=95))
     sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2, "num_classes": 3}
     model = timm.create_model("sima_deit_tiny_patch16_224", **sizes).eval()
-    subject = subject_of(model, classes=["a", "b", "c"], facts={"input_size": (3, 16, 16), "crop_pct": 1.0})
+    subject = photo_model(model, classes=["a", "b", "c"], size=16)
     model.pretrained_cfg = {**model.pretrained_cfg, "crop_pct": 1.0}
     shown = dict(top_classes(subject, open_photo(file), 3))
     data, source = Data(str(tmp_path), size=16, workers=0), open_data(tmp_path, "val")
@@ -213,7 +213,6 @@ def resizing_transforms():
 
     from sima_attn.data.loader import evaluation_transform, training_transform
     from sima_attn.data.settings import Augment, Data
-    from sima_attn.export.preprocessing import Preprocessing
 
     facts = {"mean": (0.4, 0.5, 0.6), "std": (0.2, 0.3, 0.4), "crop_ratio": 0.875, "interpolation": "bicubic"}
     data = Data("", size=28, **facts)
@@ -225,8 +224,7 @@ def resizing_transforms():
     )
     last = training_transform(data, Augment(crop="none", flip=0.0, color_jitter=0.0)).transforms[-1]
     return {
-        "evaluation": (evaluation_transform(data), by_timm),
-        "export": (Preprocessing(28, **facts).transform(), by_timm),
+        "evaluation": (evaluation_transform(data.preprocessing), by_timm),
         "training": (
             training_transform(data, Augment(crop="none", flip=0.0, color_jitter=0.0)),
             transforms.Compose([middle, last]),
@@ -234,7 +232,7 @@ def resizing_transforms():
     }
 
 
-@pytest.mark.parametrize("name", ["evaluation", "export", "training"])
+@pytest.mark.parametrize("name", ["evaluation", "training"])
 def test_a_strip_loses_its_ends_before_it_is_resized_and_ordinary_images_keep_their_bits(name, monkeypatch):
     ours, theirs = resizing_transforms()[name]
     for width, height in ((40, 30), (31, 57), (28, 28), (10, 100), (200, 20), (201, 21)):

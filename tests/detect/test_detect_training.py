@@ -13,8 +13,7 @@ from shapes import CATEGORIES, SMALL, coco_folder, edit, small_recipe
 from typer.testing import CliRunner
 
 from sima_attn import cli
-from sima_attn._settings import from_dict, to_dict, with_overrides
-from sima_attn.detect import recipes
+from sima_attn._settings import check, from_dict, to_dict, with_overrides
 from sima_attn.detect.predict import Detected, draw, label_place, overlap
 from sima_attn.detect.recipes import RECIPES, DetectRecipe, named_recipe
 from sima_attn.detect.task import Detection, train_detector
@@ -184,7 +183,7 @@ def test_the_recipe_is_the_papers():
     assert recipe.model.drop_path == 0.05
     for name in RECIPES:
         recipe = named_recipe(name)
-        recipes.check(recipe)
+        check(recipe)
         assert from_dict(DetectRecipe, to_dict(recipe)) == recipe
     assert with_overrides(recipe, ["model.blocks=1,2,3,4", "augment.sides=64,96"]).model.blocks == (1, 2, 3, 4)
 
@@ -218,17 +217,19 @@ def test_the_learning_rate_warms_up_and_falls_in_steps():
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("run.precision=fp8", "unknown run.precision"),
-        ("augment.crop=2", "augment.crop must lie between 0 and 1"),
-        ("augment.sides=800,480", "augment.sides must be two numbers"),
-        ("data.longest=10", "data.longest must not be below"),
+        ("run.precision=fp8", "run.precision must be one of"),
+        ("augment.crop=2", "augment.crop must be between 0 and 1, got 2.0"),
+        ("augment.sides=800,480", "augment.sides must be two numbers, the lower one first"),
+        ("data.longest=10", "data.longest must be at least data.side=800, got 10"),
+        ("augment.longest=10", "augment.longest must be at least the largest of"),
+        ("schedule.drops=0,3", r"schedule.drops\[0\] must be at least 1, got 0"),
         ("model.proposals=0", "model.proposals must be at least 1"),
-        ("data.eval_split=train,", "data.eval_split must be a split, or several"),
+        ("data.eval_split=train,", "data.eval_split must be one split, or different ones"),
     ],
 )
 def test_a_value_no_run_can_have_is_an_error(setting, message):
     with pytest.raises(ValueError, match=message):
-        recipes.check(with_overrides(named_recipe("coco"), [setting]))
+        check(with_overrides(named_recipe("coco"), [setting]))
     with pytest.raises(ValueError, match="unknown detection recipe 'coc'; known: coco, coco_mini; did you mean 'coco'"):
         named_recipe("coc")
 
@@ -247,9 +248,9 @@ def test_a_backbone_starts_from_a_classifiers_weights(tmp_path, data):
         body = detection.model.backbone.maps.body
         assert torch.equal(body.blocks[1].attn.qkv.weight, classifier.blocks[1].attn.qkv.weight)
         assert torch.equal(body.pos_embed, classifier.pos_embed)
-    with pytest.raises(ValueError, match=r"does not fit the backbone: .*missing.*model\.kwargs"):
+    with pytest.raises(ValueError, match=r"does not fit the backbone. .*missing.*model\.kwargs"):
         load_backbone(timm.create_model(name, **{**SMALL[name], "depth": 3}), file)
-    with pytest.raises(FileNotFoundError, match="there is no file of weights"):
+    with pytest.raises(FileNotFoundError, match="there is no weight file"):
         load_backbone(classifier, tmp_path / "none.pt")
     with pytest.raises(ValueError, match="was not written by `sima detect train`"):
         load_detector(file)

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from small_runs import VIT, class_folders, picture, small_recipe
 from torch import nn
 
-from sima_attn._settings import from_dict, to_dict, with_overrides
+from sima_attn._settings import check, from_dict, to_dict, with_overrides
 from sima_attn.data.crops import (
     HUE,
     YIQ,
@@ -30,10 +29,21 @@ from sima_attn.data.crops import (
 )
 from sima_attn.data.settings import Crops, Data
 from sima_attn.dino import task as dino
-from sima_attn.dino.recipes import DINO_RECIPES, DinoRecipe, Distill, check, named_dino_recipe
-from sima_attn.dino.task import Branch, Dino, DinoLoss, Head, cosine, entropy, information, spread, train_dino
+from sima_attn.dino.recipes import DINO_RECIPES, DinoRecipe, Distill, named_dino_recipe
+from sima_attn.dino.task import (
+    Branch,
+    Dino,
+    DinoLoss,
+    Head,
+    build_backbone,
+    cosine,
+    entropy,
+    information,
+    spread,
+    train_dino,
+)
 from sima_attn.nn import SimAttention, SimClassAttention
-from sima_attn.probe.features import build_backbone, load_backbone
+from sima_attn.probe.features import load_backbone
 from sima_attn.probe.settings import Probe
 from sima_attn.report.progress import RunProgress
 from sima_attn.train.checkpoint import load_newest
@@ -42,6 +52,7 @@ from sima_attn.train.engine import start_fabric
 from sima_attn.train.logs import read_log
 from sima_attn.train.recipes import Model, Optim, Run, Schedule
 from sima_attn.train.run import RunFolder
+from small_runs import VIT, class_folders, picture, small_recipe
 
 XCIT = Model(
     "sima_xcit_nano_12_p16_224",
@@ -603,9 +614,9 @@ def test_two_processes_give_the_numbers_of_one(data, tmp_path):
 def test_a_fresh_start_in_a_folder_and_another_recipe_are_refused(data, tmp_path):
     recipe = small_dino(data, "schedule.epochs=1", "probe.bank=0")
     train(recipe, tmp_path / "run")
-    with pytest.raises(ValueError, match="holds a run already"):
+    with pytest.raises(ValueError, match="already holds a run"):
         train(recipe, tmp_path / "run")
-    with pytest.raises(ValueError, match=r"another recipe: crops\.local_count: 3 -> 2"):
+    with pytest.raises(ValueError, match=r"a different recipe: crops\.local_count: 3 -> 2"):
         train_dino(
             with_overrides(recipe, ["crops.local_count=2"]), tmp_path / "run", resume=True, device="cpu", quiet=True
         )
@@ -674,29 +685,34 @@ def test_the_recipes_are_the_papers():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("model.num_classes=10", "without classes"),
+        ("model.num_classes=10", "model.num_classes must be none, got 10"),
         ("run.ema=0.9", "the teacher is the average"),
-        ("crops.global_count=0", "needs a global crop and one more"),
+        ("crops.global_count=0", r"crops\.global_count must be at least 1, got 0"),
         ("crops.local_size=0", r"crops\.local_size must be at least 1"),
-        ("crops.local_scale=0.5,0.2", r"crops\.local_scale must rise"),
-        ("crops.blur=0.5,2,0", r"crops\.blur must lie between 0 and 1, got 2"),
+        ("crops.local_scale=0.5,0.2", r"crops\.local_scale must be two numbers, the lower one first"),
+        ("crops.blur=0.5,2,0", r"crops\.blur\[1\] must be between 0 and 1, got 2"),
         ("distill.student_temp=0", r"distill\.student_temp must be above 0"),
-        ("distill.momentum=1.5", r"distill\.momentum must lie between 0 and 1"),
-        ("distill.clip=0", r"distill\.clip must be above 0"),
+        ("distill.momentum=1.5", r"distill\.momentum must be between 0 and 1"),
+        ("distill.clip=0", r"distill\.clip must be above 0 or none, got 0"),
         ("distill.weight_decay_end=-5", r"distill\.weight_decay_end must be at least 0"),
         ("distill.weight_decay_end=nan", r"distill\.weight_decay_end must be at least 0, got nan"),
-        ("crops.strength=-1,0.4,0.2,0.1", r"crops\.strength must be at least 0, got -1"),
-        ("crops.strength=0.4,0.4,0.2,0.9", "the hue, the last of crops.strength, must be at most 0.5"),
+        ("crops.strength=-1,0.4,0.2,0.1", r"crops\.strength\[0\] must be at least 0, got -1"),
+        ("crops.strength=0.4,0.4,0.2,0.9", r"crops\.strength\[3\] must be between 0 and 0\.5, got 0\.9"),
         ("probe.lr=-1", r"probe\.lr must be above 0"),
-        ("probe.bank=2", "have no 3 neighbours"),
-        ("schedule.warmup_epochs=5", "leaves nothing of"),
-        ("run.precision=fp8", r"unknown run\.precision"),
+        ("probe.bank=2", r"probe\.bank must be 0 or at least probe\.k=3, got 2"),
+        ("schedule.warmup_epochs=5", r"schedule\.warmup_epochs must be below schedule\.epochs=2, got 5"),
+        ("run.precision=fp8", r"run\.precision must be one of"),
     ],
 )
 def test_a_value_no_run_can_have_is_refused_before_anything_is_read(change, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         train(small_dino(tmp_path / "none", change), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_one_view_is_refused():
+    with pytest.raises(ValueError, match=r"crops\.global_count \+ crops\.local_count must be at least 2, got 1"):
+        check(small_dino("digits", "crops.global_count=1", "crops.local_count=0"))
 
 
 def test_other_errors_say_what_to_do(data, tmp_path):
@@ -708,9 +724,9 @@ def test_other_errors_say_what_to_do(data, tmp_path):
     alone = small_dino(data, "crops.local_count=0", model=vit)
     assert dino.check_takes_crops(dino.build_backbone(alone), alone) == 192  # no crop of 8 px is made
     everywhere = Model("sima_deit_tiny_patch16_224", "sima", kwargs={**VIT, "global_pool": ""})
-    with pytest.raises(ValueError, match="one vector an image"):
+    with pytest.raises(ValueError, match="one vector per image"):
         train(small_dino(data, model=everywhere), tmp_path / "run")
-    with pytest.raises(ValueError, match=r"probe\.k=30 is more than the 24 training images"):
+    with pytest.raises(ValueError, match=r"probe\.k must be at most 24, the number of training images, got 30"):
         train(small_dino(data, "probe.k=30", "probe.bank=100"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -720,7 +736,7 @@ def test_any_run_or_model_gives_a_backbone(data, tmp_path):
     train_classifier(recipe, tmp_path / "classes", device="cpu", quiet=True)
     backbone = load_backbone(tmp_path / "classes")
     assert backbone.model(torch.zeros(1, 3, 16, 16)).shape == (1, 16)
-    with pytest.raises(ValueError, match="no run of `sima dino`"):
+    with pytest.raises(ValueError, match="only a run of `sima dino` has a student"):
         load_backbone(tmp_path / "classes", branch="student")
     with pytest.raises(ValueError, match=r"unknown branch 'pupil'"):
         load_backbone(tmp_path / "classes", branch="pupil")
@@ -728,13 +744,13 @@ def test_any_run_or_model_gives_a_backbone(data, tmp_path):
     assert torch.equal(random.cls_token, again.cls_token)
     with pytest.raises(FileNotFoundError, match="there is no run in"):
         load_backbone(tmp_path)
-    with pytest.raises(ValueError, match="neither a run's folder"):
+    with pytest.raises(ValueError, match="unknown model, run folder or file"):
         load_backbone(str(tmp_path / "none"))
 
 
 def test_one_view_a_pass_tells_nothing_of_a_collapse_and_is_refused(data, tmp_path):
     changes = "run.batch=1", "crops.global_count=1", "crops.local_count=2", "probe.bank=0"
-    with pytest.raises(ValueError, match="gives the teacher nothing to tell apart"):
+    with pytest.raises(ValueError, match="needs at least two global crops per pass"):
         train(small_dino(data, *changes), tmp_path / "run")
 
 

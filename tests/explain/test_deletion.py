@@ -12,7 +12,7 @@ from torch import nn
 from sima_attn.data import loader
 from sima_attn.explain.deletion import MODES, ORDERS, STEPS, deletion_test, validation_batches
 from sima_attn.explain.figures import plot_deletion
-from sima_attn.explain.subject import subject_of
+from sima_attn.explain.photo_model import photo_model
 from sima_attn.nn import SimAttention
 
 
@@ -155,7 +155,7 @@ def test_a_broken_image_is_named_and_left_out(tmp_path, monkeypatch):
         for i in range(2):
             Image.new("RGB", (16, 16)).save(tmp_path / "val" / name / f"{i}.png")
     (tmp_path / "val" / "0" / "1.png").write_text("no image")
-    subject, said = subject_of(deit(num_classes=2)), []
+    subject, said = photo_model(deit(num_classes=2)), []
     with pytest.raises(ValueError, match=r"1 of 4 images cannot be read, more than 1%; the last one: .*1\.png"):
         validation_batches(subject, tmp_path, images=4)
     monkeypatch.setattr(loader, "MOST_BROKEN", 0.5)
@@ -176,11 +176,11 @@ def test_wrong_settings_are_errors():
 
 def test_any_data_set_of_training_serves():
     pytest.importorskip("sklearn")
-    subject = subject_of(deit(num_classes=10))
+    subject = photo_model(deit(num_classes=10))
     batches = validation_batches(subject, "digits", images=5, size=16, batch=2)
     assert [len(labels) for _, labels in batches] == [2, 2, 1]
     assert batches[0][0].shape == (2, 3, 16, 16)
-    named = subject_of(subject.model, classes=[f"{d}" for d in range(10)])
+    named = photo_model(subject.model, classes=[f"{d}" for d in range(10)])
     assert len(validation_batches(replace(named, words={"0": "nought"}), "digits", images=2, size=16)) == 1
     with pytest.raises(ValueError, match="or other ones"):
         validation_batches(replace(named, classes=[*"abcdefghij"]), "digits", images=2, size=16)

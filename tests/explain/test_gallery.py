@@ -7,7 +7,7 @@ from small_models import deit, timm_vit
 from typer.testing import CliRunner
 
 from sima_attn import cli
-from sima_attn.explain import subject as subject_module
+from sima_attn.explain import photo_model as photo_model_module
 from sima_attn.explain.drawing import EFFECT, HEAT, Tile, colour, overlay, sheet
 from sima_attn.explain.effects import AttentionRow
 from sima_attn.explain.gallery import Gallery, _rows_by_depth
@@ -17,15 +17,14 @@ runner = CliRunner()
 
 
 @pytest.fixture(autouse=True)
-def small_subjects(monkeypatch):
+def small_models_loaded(monkeypatch):
     """Two small models under names of their own."""
 
     def load(what=None, *, device="cpu"):
         model = timm_vit() if what == "softmax" else deit()
-        facts = {"input_size": (3, 32, 32)}
-        return subject_module.subject_of(model, name=what or "shipped", trained=what is not None, facts=facts)
+        return photo_model_module.photo_model(model, name=what or "shipped", trained=what is not None, size=32)
 
-    monkeypatch.setattr(subject_module, "load_subject", load)
+    monkeypatch.setattr(photo_model_module, "load_photo_model", load)
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from torch import nn
 
 from sima_attn.data.images import open_photo
 from sima_attn.explain import effect, heatmap, heatmaps, read_attention
-from sima_attn.explain import subject as subject_module
 from sima_attn.explain.effects import attention_statistics, effect_scores
 from sima_attn.explain.maps import spread, unit_range
-from sima_attn.explain.subject import load_subject, subject_of
+from sima_attn.explain.photo_model import load_photo_model, photo_model
+from sima_attn.models import loading
 from sima_attn.nn import SimAttention
 
 
@@ -102,7 +102,7 @@ def test_padding_is_cut_off_not_squeezed_in():
 
 
 def test_a_photo_enters_with_its_shape_and_about_the_tokens_of_training(tmp_path):
-    subject = subject_of(deit(img_size=64))
+    subject = photo_model(deit(img_size=64))
     assert (subject.any_size, subject.any_shape) == (True, True)
     for size in [(400, 300), (300, 400), (4000, 10), (10, 10), (7, 3000)]:
         height, width = subject.input_size(*size, 64)
@@ -119,7 +119,7 @@ def test_a_photo_enters_with_its_shape_and_about_the_tokens_of_training(tmp_path
 def test_at_another_size_simas_output_has_the_scale_of_training():
     photo = Image.effect_noise((60, 60), 80).convert("RGB")
     model = deit()
-    subject = subject_of(model, facts={"input_size": (3, 32, 32)})
+    subject = photo_model(model, size=32)
     plain, large = subject.read(photo).output, subject.read(photo, 64).output
     with torch.no_grad():
         assert torch.equal(plain, model(subject.prepare(photo)))
@@ -130,13 +130,13 @@ def test_at_another_size_simas_output_has_the_scale_of_training():
         assert torch.equal(large, model(subject.prepare(photo, 64)))
         model.blocks[0].attn.token_ref = 40.0  # its own stays
         assert torch.equal(subject.read(photo, 64).output, model(subject.prepare(photo, 64)))
-    softmax = subject_of(deit(attention="softmax"), facts={"input_size": (3, 32, 32)})
+    softmax = photo_model(deit(attention="softmax"), size=32)
     assert softmax.read(photo, 64).layers[0].q_grid == (8, 8)
 
 
 def test_a_model_of_one_size_gets_the_photo_squeezed_and_says_so_of_other_sizes():
     model = timm_vit(dynamic_img_size=False)
-    subject = subject_of(model, facts={"input_size": (3, 32, 32)})
+    subject = photo_model(model, size=32)
     assert (subject.any_size, subject.any_shape) == (False, False)
     assert subject.prepare(Image.new("RGB", (90, 30))).shape == (1, 3, 32, 32)
     with pytest.raises(ValueError, match="images of 32 px only, got size=64"):
@@ -144,12 +144,12 @@ def test_a_model_of_one_size_gets_the_photo_squeezed_and_says_so_of_other_sizes(
 
 
 def test_what_comes_with_the_package_is_the_default(monkeypatch):
-    monkeypatch.setattr(subject_module, "shipped_models", list)
-    assert not load_subject().trained
-    monkeypatch.setattr(subject_module, "shipped_models", lambda: ["sima_deit_small_patch16_224"])
-    assert subject_module.default_model() == "sima_deit_small_patch16_224"
-    monkeypatch.setattr(subject_module, "shipped_models", lambda: ["sima_a", subject_module.DEFAULT, "sima_z"])
-    assert subject_module.default_model() == subject_module.DEFAULT
+    monkeypatch.setattr(loading, "shipped_models", list)
+    assert not load_photo_model().trained
+    monkeypatch.setattr(loading, "shipped_models", lambda: ["sima_deit_small_patch16_224"])
+    assert loading.default_model() == "sima_deit_small_patch16_224"
+    monkeypatch.setattr(loading, "shipped_models", lambda: ["sima_a", loading.DEFAULT, "sima_z"])
+    assert loading.default_model() == loading.DEFAULT
 
 
 def test_errors_name_what_is_wrong(tmp_path):
@@ -160,8 +160,8 @@ def test_errors_name_what_is_wrong(tmp_path):
         heatmap(deit(), tmp_path / "broken.png")
     with pytest.raises(ValueError, match="one image at a time"):
         heatmap(deit(), image(batch=2))
-    with pytest.raises(ValueError, match="did you mean sima_deit"):
-        load_subject("sima_deit_tinny_patch16_224")
+    with pytest.raises(ValueError, match=r"unknown model.* did you mean 'sima_deit"):
+        load_photo_model("sima_deit_tinny_patch16_224")
     with pytest.raises(ValueError, match="no timm configuration"):
         heatmap(Stamp(), Image.new("RGB", (8, 8)))
 
@@ -175,7 +175,7 @@ def test_a_photo_of_more_than_8_bits_is_scaled_and_turned(tmp_path):
     photo.save(tmp_path / "deep.png", exif=exif)
     turned = np.asarray(open_photo(tmp_path / "deep.png"))
     assert np.abs(turned - (ramp / 257)[::-1, ::-1, None]).max() <= 1
-    subject = load_subject("sima_deit_tiny_patch16_224")
+    subject = load_photo_model("sima_deit_tiny_patch16_224")
     plain = Image.fromarray((ramp / 257).astype(np.uint8)).convert("RGB")
     assert torch.allclose(subject.prepare(photo), subject.prepare(plain), atol=0.05)
     Image.fromarray(np.float32([[0, 1e6]])).save(tmp_path / "float.tif")
@@ -186,12 +186,12 @@ def test_a_photo_of_more_than_8_bits_is_scaled_and_turned(tmp_path):
 def test_weights_of_ones_own_are_loaded_by_name_and_file(tmp_path):
     model = timm.create_model("sima_deit_tiny_patch16_224", num_classes=7, depth=12)
     torch.save(model.state_dict(), tmp_path / "own.pth")
-    subject = load_subject(f"sima_deit_tiny_patch16_224={tmp_path / 'own.pth'}")
+    subject = load_photo_model(f"sima_deit_tiny_patch16_224={tmp_path / 'own.pth'}")
     assert subject.trained
     assert subject.class_name(3) == "class 3"
     assert torch.equal(subject.model.head.weight, model.head.weight)
     with pytest.raises(ValueError, match="does not fit sima_deit_small"):
-        load_subject(f"sima_deit_small_patch16_224={tmp_path / 'own.pth'}")
+        load_photo_model(f"sima_deit_small_patch16_224={tmp_path / 'own.pth'}")
 
 
 def test_an_effect_is_a_signed_row_of_the_matrix():

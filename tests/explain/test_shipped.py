@@ -8,10 +8,11 @@ import torch
 from PIL import Image
 
 from sima_attn.cli.classify import top_classes
-from sima_attn.explain import deletion_test, heatmap, load_subject, open_photo
+from sima_attn.explain import deletion_test, heatmap, load_photo_model, open_photo
 from sima_attn.explain.deletion import MODES, ORDERS, DeletionRow, validation_batches
 from sima_attn.explain.gallery import Gallery
-from sima_attn.explain.subject import DEFAULT, shipped_models
+from sima_attn.models.loading import DEFAULT
+from sima_attn.models.pretrained import shipped_models
 from sima_attn.report.rows import read_rows
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.skipif(DEFAULT not in shipped_models(), reason="the wei
 
 @pytest.fixture(scope="module")
 def subject():
-    return load_subject()
+    return load_photo_model()
 
 
 @pytest.fixture(scope="module")

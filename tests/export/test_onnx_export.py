@@ -10,13 +10,15 @@ import timm
 import torch
 from torch import nn
 
-import sima_attn.models  # noqa: F401
+import sima_attn  # noqa: F401  registers the models
 from sima_attn.audit import audit
 from sima_attn.conversion import convert
+from sima_attn.data.loader import evaluation_transform
 from sima_attn.export import onnx as export_module
 from sima_attn.export.onnx import class_names, export_onnx, fold_constants, write_metadata
-from sima_attn.export.preprocessing import Preprocessing, middle
+from sima_attn.export.photo_graph import PreparePhoto, middle
 from sima_attn.export.runtimes import installed_runtimes, labels_in, open_model, read_metadata
+from sima_attn.models.preprocessing import Preprocessing
 from sima_attn.nn import SimAttention
 
 onnx = pytest.importorskip("onnx")
@@ -240,8 +242,8 @@ def test_preprocessing_inside_the_graph_is_that_of_timm(tmp_path):
     if PHOTOS.is_dir():
         photos += [np.asarray(image.open(file).convert("RGB")) for file in sorted(PHOTOS.glob("*.JPEG"))[:3]]
     for photo in photos:
-        by_timm = how.transform()(image.fromarray(photo))[None]
-        ours = how.in_graph()(torch.from_numpy(photo.copy()))
+        by_timm = evaluation_transform(how)(image.fromarray(photo))[None]
+        ours = PreparePhoto(how)(torch.from_numpy(photo.copy()))
         levels = (ours - by_timm).abs().amax() * 255 * max(how.std)
         assert levels < 1.5  # PIL rounds to bytes twice
         assert torch.allclose(torch.from_numpy(open_model(path)(photo)), model(ours), atol=1e-3)
@@ -252,7 +254,9 @@ def test_the_crop_is_cut_where_torchvision_cuts(crop, interpolation):
     image = pytest.importorskip("PIL.Image")
     how = Preprocessing(32, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), crop, interpolation)
     photo = np.arange(61 * 93 * 3, dtype=np.uint8).reshape(61, 93, 3)
-    assert (how.in_graph()(torch.from_numpy(photo)) - how.transform()(image.fromarray(photo))).abs().max() * 127 < 1.5
+    assert (
+        PreparePhoto(how)(torch.from_numpy(photo)) - evaluation_transform(how)(image.fromarray(photo))
+    ).abs().max() * 127 < 1.5
 
 
 def test_halves_go_to_the_even_number():

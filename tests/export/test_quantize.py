@@ -9,10 +9,10 @@ import pytest
 import timm
 import torch
 
-import sima_attn.models  # noqa: F401
+import sima_attn  # noqa: F401  registers the models
 from sima_attn.audit import audit
+from sima_attn.data.loader import evaluation_transform
 from sima_attn.export.onnx import export_onnx
-from sima_attn.export.preprocessing import Preprocessing
 from sima_attn.export.quantize import (
     FileRow,
     Images,
@@ -24,6 +24,7 @@ from sima_attn.export.quantize import (
     quantized_graph,
 )
 from sima_attn.export.runtimes import OnnxRuntime, installed_runtimes, open_model
+from sima_attn.models.preprocessing import Preprocessing
 from sima_attn.models.pretrained import read_card, weights_file
 from sima_attn.report.rows import read_rows
 
@@ -233,7 +234,7 @@ def test_images_come_from_a_data_folder_as_the_file_takes_them(fp32, tmp_path):
     image.fromarray(photo).save(tmp_path / "a.png")
     flat = open_images(tmp_path, metadata)
     assert flat.labels is None
-    expected = Preprocessing.from_json(metadata["preprocessing"]).transform()(image.fromarray(photo)).numpy()
+    expected = evaluation_transform(Preprocessing.from_json(metadata["preprocessing"]))(image.fromarray(photo)).numpy()
     assert np.array_equal(next(iter(flat)), expected)
     assert np.array_equal(next(iter(open_images(tmp_path, {**metadata, "preprocessing_inside": "true"}))), photo)
     (tmp_path / "a.png").write_bytes(b"no image")

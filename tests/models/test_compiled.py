@@ -4,7 +4,7 @@ import timm
 import torch
 from torch._dynamo.testing import CompileCounter
 
-import sima_attn.models  # noqa: F401
+import sima_attn  # noqa: F401  registers the models
 from sima_attn.models.compiled import compile_blocks
 
 SMALL = {"embed_dim": 32, "depth": 4, "num_heads": 2, "num_classes": 5}

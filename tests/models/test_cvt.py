@@ -69,7 +69,7 @@ def test_every_key_of_transformers_has_a_place_or_is_named(theirs):
     state = theirs.state_dict()
     assert set(from_transformers_state_dict(state)) == set(tiny().state_dict())
     strange = {"cvt.encoder.stages.0.layers.0.gate.weight": 1, "embedding.weight": 2, "cls_token": 3}
-    with pytest.raises(ValueError, match=r"no place for these keys: \S*gate\.weight, embedding\.weight, cls_token$"):
+    with pytest.raises(ValueError, match=r"unknown keys: \S*gate\.weight, embedding\.weight, cls_token$"):
         from_transformers_state_dict({**state, **strange})
 
 
@@ -173,7 +173,7 @@ def test_every_attention_that_fits_trains(attention):
 
 @pytest.mark.parametrize("attention", sorted(REFUSED))
 def test_attentions_that_cannot_fit_are_refused_with_a_reason(attention):
-    with pytest.raises(ValueError, match=f"CvT cannot use attention='{attention}': it.*these work: sima, softmax, .*"):
+    with pytest.raises(ValueError, match=f"CvT does not support attention='{attention}': it.*supported: sima, softmax, .*"):
         Cvt(**TINY, attention=attention)
 
 
@@ -358,7 +358,7 @@ def test_timm_groups_the_parameters_by_depth_and_decays_no_class_token():
         ({"depths": (1, 2)}, r"depths must have one entry for each of the 3 embed_dims, got \(1, 2\)"),
         ({"strides": (4, 2, 2, 2)}, "strides must have one entry for each of the 3"),
         ({"attention_options": [{}]}, "attention_options must have one entry for each of the 3"),
-        ({"depths": (1, 0, 1)}, "a block or more in each stage"),
+        ({"depths": (1, 0, 1)}, "at least one block per stage"),
         ({"kv_stride": 0}, "a kv_stride of 1 or more, got .*kv_stride=0"),
         ({"num_heads": (1, 3, 4)}, "num_heads must divide dim=16, got 3"),
     ],

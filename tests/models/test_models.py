@@ -8,7 +8,7 @@ import timm
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-import sima_attn.models  # noqa: F401 - registers the models
+import sima_attn  # noqa: F401  registers the models
 from closeness import assert_close
 from sima_attn.nn import ATTENTIONS, Attention, SimAttention, SimClassAttention
 from sima_attn.nn.token_ref import sima_modules, tokens_at
@@ -240,8 +240,8 @@ def test_class_token_ref_is_of_the_class_attention_alone(token_ref):
         (SMALL[1], {"pretrained": True}, "no published weights for sima_xcit_nano_12_p16_224"),
         (SMALL[0], {"attention": "smia"}, "did you mean 'sima'"),
         (SMALL[0], {"token_ref": "test"}, "token_ref must be None, a number of tokens or 'train', got 'test'"),
-        (SMALL[0], {"token_ref": 9, "attention": "elu"}, "token_ref is SimA's own"),
-        (SMALL[0], {"token_ref": 9, "attention_options": {"token_ref": 4}}, "contradict each other; give one of them"),
+        (SMALL[0], {"token_ref": 9, "attention": "elu"}, "token_ref is for SimA attention only"),
+        (SMALL[0], {"token_ref": 9, "attention_options": {"token_ref": 4}}, "contradict each other; pass one of them"),
         (SMALL[0], {"relu": True, "act_layer": torch.nn.SiLU}, "contradict each other"),
         (SMALL[1], {"relu": True, "act_layer": torch.nn.SiLU}, "contradict each other"),
         ("sima_cvt_13", {"relu": True, "act_layer": torch.nn.SiLU}, "contradict each other"),

@@ -94,7 +94,7 @@ def test_what_does_not_fit_is_listed(tmp_path):
     torch.save(content, tmp_path / "broken.pth")
     other = timm.create_model(f"sima_{XCIT}", depth=2, num_classes=9)
     with pytest.raises(
-        ValueError, match=r"missing in the file: norm.weight; without a place .*: spare; of another shape"
+        ValueError, match=r"missing in the file: norm.weight; not in the model: spare; of another shape"
     ):
         load_official(other, tmp_path / "broken.pth")
     with pytest.raises(ValueError, match=r"head.bias \(5,\), the model has \(9,\)"):
@@ -111,7 +111,7 @@ def test_position_embeddings_of_no_grid_do_not_fit(shape, tmp_path):
 
 @pytest.mark.parametrize(
     ("shape", "problem"),
-    [((), "without a place .*attn.qkv.bias"), ((2,), r"attn.q.bias \(1,\), the model has \(128,\)")],
+    [((), "not in the model: .*attn.qkv.bias"), ((2,), r"attn.q.bias \(1,\), the model has \(128,\)")],
 )
 def test_a_short_qkv_does_not_fit(shape, problem, tmp_path):
     model = small(f"sima_{XCIT}")

@@ -14,10 +14,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sima_attn.ops import triton_launchers, triton_tiles
-from sima_attn.ops.triton_launch import Options, backward, forward, packed, unpacked
+from sima_attn.ops.triton_launch import backward, forward, read_inputs
 
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.uint8: "*u8"}
-HOPPER = {"multiprocessors": 132, "shared_memory": 232448}
+HOPPER = triton_tiles.Chip(multiprocessors=132, shared_memory=232448)
 
 
 class CompilingLauncher:
@@ -53,8 +53,7 @@ class CompilingLauncher:
 
 
 def main() -> None:
-    for name, value in HOPPER.items():
-        setattr(triton_tiles, name, lambda device, value=value: value)
+    triton_tiles.chip = lambda device: HOPPER
     found: dict[str, list[int]] = {}
     shapes = (
         (128, 500, 64, torch.bfloat16, "kv"),
@@ -70,13 +69,13 @@ def main() -> None:
         mask = torch.empty(B, N, dtype=torch.uint8, device="meta")
         gains = torch.empty(B, device="meta")
         ways = {
-            "packed": (packed(qkv), Options(None, None, None, 1.0, 1e-12)),
-            "masked": (unpacked(*qkv.permute(2, 0, 3, 1, 4).unbind(0)), Options(mask, mask, gains, 1.0, 1e-12)),
+            "packed": read_inputs((qkv,), None, None, None, 1.0, 1e-12),
+            "masked": read_inputs(qkv.permute(2, 0, 3, 1, 4).unbind(0), mask, mask, gains, 1.0, 1e-12),
         }
-        for way, (inputs, options) in ways.items():
+        for way, inputs in ways.items():
             launcher = CompilingLauncher(found, f"{case} {way}")
-            _, state = forward(launcher, inputs, options, order=order, keep=True)
-            backward(launcher, inputs, do, state, options, order=order, is_packed=way == "packed")
+            _, state = forward(launcher, inputs, order=order, keep=True)
+            backward(launcher, inputs, do, state, order=order)
     assert triton_launchers.INTERPRETED is False
     json.dump(found, sys.stdout)
 

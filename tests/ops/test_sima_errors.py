@@ -46,7 +46,7 @@ def qkv(**replaced):
             qkv(query_mask=torch.ones(2, 5).bool()),
             r"query_mask must have shape \[batch, tokens\] = \(2, 4\), got \(2, 5\)",
         ),
-        (qkv(key_mask=torch.ones(2, 4, 4).bool()), "no place for a mask of token pairs"),
+        (qkv(key_mask=torch.ones(2, 4, 4).bool()), "does not support masks of token pairs"),
         (qkv(key_mask=torch.ones(2, 4, device="meta").bool()), "key_mask must be on cpu"),
     ],
 )

@@ -1,5 +1,7 @@
 """The laws of the SimA operator, over random shapes and both orders."""
 
+import threading
+
 import pytest
 import torch
 from hypothesis import given
@@ -16,6 +18,7 @@ from sima_attn.ops import (
     sima_matrix_reference,
     sima_reference,
 )
+from sima_attn.ops.api import plan_callback
 from sima_attn.ops.cpu_inference import TILE_NUMBERS
 from sima_attn.ops.reference import algorithm_1
 
@@ -154,6 +157,15 @@ def test_token_ref_multiplies_by_the_ratio_of_token_counts(order, with_autograd)
     q.requires_grad_(with_autograd)
     out = sima_attention(q, k, v, order=order, token_ref=24)
     assert_close(out, sima_attention(q, k, v, order=order) * (6 / 24))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_reference_applies_token_ref_in_float64(masked):
+    """3 / 7 in float32 is off by 1e-8."""
+    q, k, v = random_qkv((1, 1, 3, 3, 4, 4))
+    mask = {"query_mask": torch.ones(1, 3, dtype=torch.bool)} if masked else {}
+    out = sima_reference(q, k, v, token_ref=7, **mask)
+    assert_close(out, sima_reference(q, k, v) * (3 / 7), 1e-15)
 
 
 def test_token_ref_undoes_the_shrinking_with_the_token_count():
@@ -514,3 +526,15 @@ def test_an_empty_batch_gives_an_empty_batch():
     q, k, v = (t[:0] for t in random_qkv((1, 2, 3, 4, 5, 6)))
     assert sima_attention(q, k, v).shape == (0, 2, 3, 6)
     assert [t.shape[0] for t in gradients(sima_attention, (q, k, v), q.new_zeros(0, 2, 3, 6))] == [0, 0, 0]
+
+
+def test_a_plan_callback_gets_the_plans_of_its_own_thread():
+    q, k, v = random_qkv((1, 1, 9, 9, 4, 4))
+    plans = []
+    with plan_callback(plans.append):
+        sima_attention(q, k, v, order="qk")
+        thread = threading.Thread(target=sima_attention, args=(q, k, v))
+        thread.start()
+        thread.join()
+    sima_attention(q, k, v)
+    assert plans == [("qk", "eager")]

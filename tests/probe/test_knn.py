@@ -11,7 +11,6 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
-from small_runs import class_folders
 from torch import nn
 from typer.testing import CliRunner
 
@@ -23,6 +22,7 @@ from sima_attn.data import open_data
 from sima_attn.data.settings import Data
 from sima_attn.dino.recipes import named_dino_recipe
 from sima_attn.dino.task import train_dino
+from sima_attn.models.weight_files import read_weights
 from sima_attn.probe import feature_map as map_module
 from sima_attn.probe import features as features_module
 from sima_attn.probe import knn as knn_module
@@ -30,7 +30,7 @@ from sima_attn.probe.feature_map import plot_feature_map, principal_components, 
 from sima_attn.probe.features import Features, Subset, evenly, extract, key_of, load_backbone
 from sima_attn.probe.knn import KnnRow, knn_accuracy, nearest, plot_neighbours, votes
 from sima_attn.report.rows import read_rows
-from sima_attn.train.evaluate import read_weights
+from small_runs import class_folders
 
 N, M, W, K = 37, 101, 8, 7
 
@@ -397,8 +397,8 @@ def test_the_command_prints_rows_and_draws(run, tmp_path, monkeypatch):
         (("--branch", "pupil"), "unknown branch"),
         (("--data", "nowhere"), "does not exist"),
         (("--map-method", "foo"), "unknown map 'foo'"),
-        (("--picture", "p.xyz"), r"a figure is a file that ends in .*got p\.xyz"),
-        (("--map", "."), "a figure is a file that ends in"),
+        (("--picture", "p.xyz"), r"a figure must be a file that ends in .*got p\.xyz"),
+        (("--map", "."), "a figure must be a file that ends in"),
         (("--temperature", "nan"), "temperature must be above 0, got nan"),
     ],
 )
@@ -436,16 +436,16 @@ def test_weights_that_do_not_fit_their_recipe_are_named(run, tmp_path):
     about, weights = read_weights(run / "weights.safetensors")
     name = next(iter(weights))
     wrong = {
-        "shape": ({**weights, name: torch.zeros(3)}, about, "are not those of its recipe"),
-        "recipe": (weights, {"task": "dino"}, "its recipe is missing"),
+        "shape": ({**weights, name: torch.zeros(3)}, about, "do not fit the model of its recipe"),
+        "recipe": (weights, {"task": "dino"}, "was not written by `sima train`"),
     }
     for file, (tensors, said, message) in wrong.items():
         save_file(tensors, tmp_path / f"{file}.safetensors", metadata={"about": json.dumps(said)})
         with pytest.raises(ValueError, match=message):
             load_backbone(tmp_path / f"{file}.safetensors")
     torch.save({"about": about}, tmp_path / "empty.pt")
-    for branch in ("teacher", "student"):
-        with pytest.raises(ValueError, match=f"holds no {branch}"):
+    for branch, missing in (("teacher", "trained"), ("student", "student")):
+        with pytest.raises(ValueError, match=f"holds no {missing} weights"):
             load_backbone(tmp_path / "empty.pt", branch=branch)
 
 

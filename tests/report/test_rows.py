@@ -63,13 +63,13 @@ def test_a_cut_or_garbled_line_is_named(line, tmp_path):
     write_rows(path, ROWS[:1])
     with open(path, "a") as file:
         file.write(line)
-    with pytest.raises(ValueError, match=r"line 3 of .*rows\.csv is no row of Row: .*; run the benchmark again"):
+    with pytest.raises(ValueError, match=r"line 3 of .*rows\.csv is not a row of Row: .*; run the benchmark again"):
         read_rows(path, Row)
 
 
 def test_a_file_that_is_no_text_is_named(tmp_path):
     (tmp_path / "rows.csv").write_bytes(b"\xff\xfe\x00\n")
-    with pytest.raises(ValueError, match=r"rows\.csv is no text"):
+    with pytest.raises(ValueError, match=r"rows\.csv is not a text file"):
         read_rows(tmp_path / "rows.csv", Row)
 
 

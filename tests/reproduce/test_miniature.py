@@ -1,37 +1,34 @@
-"""The miniature grid: its table of runs, and how runs are made, passed over, gone on with and reported."""
+"""The miniature grid: its table of runs, and how runs are made, skipped, resumed and reported."""
 
 import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import matplotlib.figure
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from sima_attn import cli
-from sima_attn._settings import differences
+from sima_attn._settings import check, differences
+from sima_attn.models.building import build_model
+from sima_attn.models.loading import load_model
 from sima_attn.report.rows import read_rows
-from sima_attn.reproduce import miniature
+from sima_attn.reproduce import miniature, miniature_report
 from sima_attn.reproduce.miniature import (
     GRID,
+    RUNS,
     XCIT,
     CurveRow,
     MiniatureRun,
     ResultRow,
     SizeRow,
-    make_run,
-    make_runs,
     miniature_recipe,
     planned_runs,
-    read_collected,
 )
-from sima_attn.reproduce.miniature_report import paper_to_twin, plot_miniature, results_table, sizes_table, to_twin
+from sima_attn.reproduce.miniature_report import paper_to_twin, plot, results_table, sizes_table, to_twin
 from sima_attn.reproduce.paper_models import TABLE_1
-from sima_attn.train import classify
-from sima_attn.train.classify import build_model
-from sima_attn.train.evaluate import load_trained
-from sima_attn.train.recipes import check
 from small_runs import class_folders
 
 DOCS = Path(__file__).parents[2] / "docs" / "miniature.md"
@@ -59,9 +56,9 @@ def row(name, top1=50.0, status="finished", seed=0, epochs=60, **changes):
     return ResultRow(name=name, top1=top1, status=status, seed=seed, epochs=epochs, ema_top1=math.nan, **given)
 
 
-@pytest.mark.parametrize("run", GRID, ids=lambda run: run.name)
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
 def test_every_run_of_the_grid_can_be_made(run):
-    recipe = miniature_recipe(run, "somewhere", on_gpu=True)
+    recipe = miniature_recipe(run, "somewhere", True)
     check(recipe)
     assert recipe.run.compile
     with torch.device("meta"):
@@ -69,71 +66,71 @@ def test_every_run_of_the_grid_can_be_made(run):
         assert model.eval()(torch.empty(1, 3, 64, 64)).shape == (1, 100)
     attention = next(m for n, m in model.named_modules() if n.endswith("blocks.0.attn"))
     assert attention.num_heads == run.heads
-    assert run.twin in {other.name for other in GRID}
+    assert run.twin in {other.name for other in RUNS}
 
 
 def test_names_are_unique_and_the_headline_pair_differs_in_one_word():
-    assert len({run.name for run in GRID}) == len(GRID)
-    pair = [miniature_recipe(run, "d", on_gpu=False) for run in GRID if run.headline]
+    assert len({run.name for run in RUNS}) == len(RUNS)
+    pair = [miniature_recipe(run, "d", False) for run in RUNS if run.headline]
     assert differences(*(replace(recipe, name="") for recipe in pair)) == ["model.attention: softmax -> sima"]
 
 
 def test_the_papers_numbers_are_those_of_its_table():
-    ours = {run.name: run.paper for run in GRID}
+    ours = {run.name: run.paper for run in RUNS}
     assert [row.top1 for row in TABLE_1 if row.ours == "sima_deit_small_patch16_224"] == [ours["sima"]]
     assert [row.top1 for row in TABLE_1 if row.ours.endswith("_1head")] == [ours["sima_1head"]]
     assert [row.top1 for row in TABLE_1 if row.ours.endswith("_relu")] == [ours["sima_relu"]]
     assert [row.top1 for row in TABLE_1 if row.ours == "sima_xcit_small_12_p16_224"] == [ours["xcit_sima"]]
-    assert paper_to_twin(next(run for run in GRID if run.name == "softmax_1head")) == pytest.approx(-2.8)
+    assert paper_to_twin(next(run for run in RUNS if run.name == "softmax_1head")) == pytest.approx(-2.8)
 
 
 def test_the_docs_list_the_grid():
     text = DOCS.read_text()
-    assert [run.name for run in GRID if f"| `{run.name}` | {run.about} |" not in text] == []
+    assert [run.name for run in RUNS if f"| `{run.name}` | {run.about} |" not in text] == []
 
 
 def test_a_scale_given_by_token_ref_is_that_scale_at_the_training_size():
     """l2 with the output divided by N: the factor N / token_ref is 1 / N."""
-    run = next(run for run in GRID if run.name == "sima_l2_scaled")
+    run = next(run for run in RUNS if run.name == "sima_l2_scaled")
     assert miniature.TOKENS / run.options["token_ref"] == 1 / miniature.TOKENS
 
 
 def test_headline_runs_take_every_seed_and_the_others_the_first():
     runs = planned_runs(["sima", "elu"], epochs=9, seeds=[3, 4])
     assert [(run.name, run.seed, run.epochs) for run in runs] == [("sima", 3, 9), ("sima", 4, 9), ("elu", 3, 9)]
-    assert len(planned_runs()) == len(GRID) + 2
+    assert len(planned_runs()) == len(RUNS) + 2
     with pytest.raises(ValueError, match=r"unknown run 'smia'; .* did you mean 'sima'\?"):
         planned_runs(["smia"])
 
 
-def test_a_run_leaves_rows_is_not_made_twice_and_goes_on_where_it_was_stopped(data, tmp_path, monkeypatch):
-    sizes = miniature._at_other_sizes
+def test_a_run_writes_rows_is_not_made_twice_and_is_resumed(data, tmp_path, monkeypatch):
+    sizes = miniature.evaluate_sizes
 
     def stop(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(miniature, "OTHER_SIZES", (16, 24))
-    monkeypatch.setattr(miniature, "_at_other_sizes", stop)
+    monkeypatch.setattr(miniature, "evaluate_sizes", stop)
     with pytest.raises(KeyboardInterrupt):
-        make_run(HEAD, tmp_path, data, device="cpu", quiet=True)
-    monkeypatch.setattr(miniature, "_at_other_sizes", sizes)
+        GRID.make_run(HEAD, tmp_path, data, device="cpu", quiet=True)
+    monkeypatch.setattr(miniature, "evaluate_sizes", sizes)
     resumed = []
-    train = classify.train_classifier
+    train = miniature.train_classifier
     monkeypatch.setattr(
-        classify,
+        miniature,
         "train_classifier",
         lambda *args, resume, **options: resumed.append(resume) or train(*args, resume=resume, **options),
     )
-    ((run, made),) = make_runs([HEAD], tmp_path, data, device="cpu")
+    ((run, made),) = GRID.make_runs([HEAD], tmp_path, data, device="cpu")
     assert resumed == [True]
     assert run is HEAD
     assert (made.status, made.steps, made.seed, made.heads) == ("finished", 12, 0, 3)
-    assert made.params == sum(p.numel() for p in load_trained(tmp_path / HEAD.folder).model.parameters())
+    assert made.params == sum(p.numel() for p in load_model(tmp_path / HEAD.folder).model.parameters())
     assert not list((tmp_path / HEAD.folder / "checkpoints").iterdir())
 
-    monkeypatch.setattr(classify, "train_classifier", None)
-    assert repr(make_run(HEAD, tmp_path, data, device="cpu")) == repr(made)
-    results, at_sizes, curves = read_collected(tmp_path)
+    monkeypatch.setattr(miniature, "train_classifier", None)
+    assert repr(GRID.make_run(HEAD, tmp_path, data, device="cpu")) == repr(made)
+    results, at_sizes, curves = GRID.read_collected(tmp_path)
     assert [r.top1 for r in results] == [made.top1]
     assert [(r.px, r.token_ref) for r in at_sizes] == [(16, False), (24, False), (24, True)]
     assert at_sizes[0].top1 == pytest.approx(made.top1)
@@ -141,7 +138,7 @@ def test_a_run_leaves_rows_is_not_made_twice_and_goes_on_where_it_was_stopped(da
 
 
 def test_a_loss_that_is_not_finite_is_a_result(data, tmp_path):
-    made = make_run(BROKEN, tmp_path, data, device="cpu", quiet=True)
+    made = GRID.make_run(BROKEN, tmp_path, data, device="cpu", quiet=True)
     assert made.status.startswith("diverged at step ")
     assert math.isnan(made.top1)
     assert read_rows(tmp_path / BROKEN.folder / "results.csv", ResultRow)[0].status == made.status
@@ -149,17 +146,17 @@ def test_a_loss_that_is_not_finite_is_a_result(data, tmp_path):
 
 def test_another_error_is_no_result(tmp_path):
     with pytest.raises(FileNotFoundError, match="does not exist"):
-        make_run(HEAD, tmp_path, str(tmp_path / "nothing"), device="cpu", quiet=True)
+        GRID.make_run(HEAD, tmp_path, str(tmp_path / "nothing"), device="cpu", quiet=True)
     assert not (tmp_path / HEAD.folder / "results.csv").exists()
 
 
 @pytest.mark.timeout(300)  # two new processes import torch, on a busy machine for a minute
 def test_two_runs_side_by_side_are_the_runs_made_one_by_one(data, tmp_path):
     runs = [replace(HEAD, headline=False, seed=seed) for seed in (0, 1)]
-    found = {run.seed: made for run, made in make_runs(runs, tmp_path / "both", data, device="cpu", jobs=2)}
-    alone = make_run(runs[1], tmp_path / "alone", data, device="cpu", quiet=True)
+    found = {run.seed: made for run, made in GRID.make_runs(runs, tmp_path / "both", data, device="cpu", jobs=2)}
+    alone = GRID.make_run(runs[1], tmp_path / "alone", data, device="cpu", quiet=True)
     assert (found[1].top1, found[1].top5) == (alone.top1, alone.top5)
-    assert [r.seed for r in read_collected(tmp_path / "both")[0]] == [0, 1]
+    assert [r.seed for r in GRID.read_collected(tmp_path / "both")[0]] == [0, 1]
 
 
 ROWS = [
@@ -173,7 +170,7 @@ ROWS = [
 
 
 def test_the_table_has_means_differences_and_the_papers_numbers():
-    runs = {run.name: run for run in GRID}
+    runs = {run.name: run for run in RUNS}
     assert to_twin(runs["sima"], ROWS, 60) == -0.25
     assert to_twin(runs["sima_no_norm"], ROWS, 60) is None
     assert to_twin(runs["xcit_sima"], ROWS, 60) is None  # its twin was not run
@@ -194,23 +191,27 @@ def test_the_table_of_sizes_takes_the_training_size_for_both():
 def test_the_figure_is_drawn_with_curves_and_without(tmp_path):
     curves = [CurveRow("sima", 0, 60, epoch, 10.0 * epoch, 1.0) for epoch in (1.0, 2.0)]
     for name, drawn in (("with.png", curves), ("without.png", [])):
-        plot_miniature(ROWS, drawn, tmp_path / name)
+        plot(ROWS, [], drawn, tmp_path / name)
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_figure_has_pairs_of_other_schedules(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr("matplotlib.pyplot.close", drawn.append)
+    save = matplotlib.figure.Figure.savefig
+    monkeypatch.setattr(
+        matplotlib.figure.Figure, "savefig", lambda whole, *a, **o: drawn.append(whole) or save(whole, *a, **o)
+    )
     shorter = [replace(row, epochs=30) for row in ROWS if row.name == "softmax"]
     for rows in (ROWS, [*ROWS, *shorter]):
-        plot_miniature(rows, [], tmp_path / "figure.png")
+        plot(rows, [], [], tmp_path / "figure.png")
     alone, paired = ([label.get_text() for label in figure.axes[1].get_yticklabels()] for figure in drawn)
     assert paired == [*alone, "SimA, 3 heads, 30 epochs"]  # softmax itself is no pair
 
 
 def test_the_command_runs_the_grid_and_names_wrong_data_first(data, tmp_path, monkeypatch):
-    monkeypatch.setattr(miniature, "GRID", (replace(HEAD, headline=False), BROKEN))
-    monkeypatch.setattr("sima_attn.reproduce.miniature_report.GRID", miniature.GRID)
+    runs = (replace(HEAD, headline=False), BROKEN)
+    monkeypatch.setattr(miniature, "GRID", replace(GRID, runs=runs))
+    monkeypatch.setattr(miniature_report, "RUNS", runs)
     arguments = ["reproduce", "miniature", "--out", str(tmp_path / "out"), "--device", "cpu", "--epochs", "2"]
     with pytest.raises(FileNotFoundError, match="does not exist"):
         CliRunner().invoke(cli.app, [*arguments, "--data", str(tmp_path / "none")], catch_exceptions=False)

@@ -21,7 +21,7 @@ pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
 
 from serving import serving
-from sima_attn.explain.subject import subject_of
+from sima_attn.explain.photo_model import photo_model
 from sima_attn.serve.app import create_app
 from sima_attn.serve.connections import LoopErrors
 from sima_attn.serve.limits import Gate, Limits, Refusal
@@ -35,7 +35,7 @@ POST = b"POST /api/analyse HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000\r
 def subject():
     vit = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 1, "num_heads": 2, "num_classes": 5}
     model = timm.create_model("sima_deit_tiny_patch16_224", **vit).eval()
-    return subject_of(model, name="small", trained=False, facts={"input_size": (3, 32, 32)})
+    return photo_model(model, name="small", trained=False, size=32)
 
 
 @pytest.fixture
@@ -215,20 +215,20 @@ def test_accept_errors_are_one_line_a_minute(caplog):
 
 STUCK = """
 import time, timm
-from sima_attn.explain.subject import subject_of
+from sima_attn.explain.photo_model import photo_model
 from sima_attn.serve.limits import Gate, Limits, Refusal
 from sima_attn.serve.run import serve
-from sima_attn.serve.looking import Looker
+from sima_attn.serve.analyzer import Analyzer
 from sima_attn.serve.run import serve
 
 def stuck(*_):
     print("stuck", flush=True)
     time.sleep(1000)
 
-Looker.analyse = stuck
+Analyzer.analyse = stuck
 vit = dict(img_size=32, patch_size=8, embed_dim=32, depth=1, num_heads=2, num_classes=5)
 model = timm.create_model("sima_deit_tiny_patch16_224", **vit).eval()
-subject = subject_of(model, name="small", trained=False, facts={"input_size": (3, 32, 32)})
+subject = photo_model(model, name="small", trained=False, size=32)
 serve(subject, host="127.0.0.1", port=0, samples=None, limits=Limits(stop_seconds=1))
 """
 PIXEL = bytes.fromhex("424d1e000000000000001a0000000c000000010001000100180000ff00ff")  # a BMP of one pixel

@@ -18,7 +18,7 @@ import schemathesis
 from fastapi.testclient import TestClient
 from schemathesis.checks import positive_data_acceptance
 
-from sima_attn.explain.subject import subject_of
+from sima_attn.explain.photo_model import photo_model
 from sima_attn.serve import looking
 from sima_attn.serve.app import create_app
 from sima_attn.serve.limits import Limits
@@ -33,7 +33,7 @@ def make_app(tmp_path_factory):
     samples = tmp_path_factory.mktemp("samples")
     Image.new("RGB", (60, 40), (200, 20, 20)).save(samples / "red.png")
     model = timm.create_model("sima_deit_tiny_patch16_224", **VIT).eval()
-    subject = subject_of(model, name="small", trained=False, facts={"input_size": (3, 32, 32)})
+    subject = photo_model(model, name="small", trained=False, size=32)
     limits = Limits(bytes=200_000, pixels=2_000_000, tokens=64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(looking, "TIMED_SECONDS", 0.0)

@@ -25,14 +25,14 @@ pytest.importorskip("httpx")
 from fastapi.testclient import TestClient
 
 from sima_attn.data.images import ENDINGS, open_photo
-from sima_attn.explain.subject import subject_of
+from sima_attn.explain.photo_model import photo_model
 from sima_attn.nn import SimAttention
 from sima_attn.nn.baselines.softmax import SoftmaxAttention
 from sima_attn.serve import looking
+from sima_attn.serve.analyzer import Analyzer, softmax_twin
 from sima_attn.serve.app import PAGE, create_app
 from sima_attn.serve.in_browser import RUNTIME, InBrowser, browser_model
 from sima_attn.serve.limits import Gate, Limits, Refusal
-from sima_attn.serve.looking import Looker, softmax_twin
 from sima_attn.serve.photos import count_scans, decode
 from sima_attn.serve.run import serve
 
@@ -44,7 +44,7 @@ CLASSES = ["ant", "bee", "cat", "dog", "elk"]
 
 def small_subject(name="sima_deit_tiny_patch16_224", **options):
     model = timm.create_model(name, **{**VIT, **options}).eval()
-    return subject_of(model, name="small", trained=False, classes=CLASSES, facts={"input_size": (3, 32, 32)})
+    return photo_model(model, name="small", trained=False, classes=CLASSES, size=32)
 
 
 @pytest.fixture(scope="module")
@@ -132,20 +132,20 @@ def test_the_twin_has_softmax_everywhere_and_the_model_keeps_sima(name):
     assert sum(isinstance(module, SimAttention) for module in model.modules()) == count
     same = timm.create_model(name, **options, attention="softmax").eval()
     same.load_state_dict(model.state_dict())
-    image = subject_of(model, facts={"input_size": (3, 32, 32)}).prepare(Image.linear_gradient("L").convert("RGB"))
+    image = photo_model(model, size=32).prepare(Image.linear_gradient("L").convert("RGB"))
     if "deit" in name:  # CvT scales q by its width, which the twin, made for timing, leaves out
         assert (twin(image) - same(image)).abs().max() < 1e-5
 
 
 def test_a_softmax_model_is_timed_against_its_conversion(monkeypatch):
     monkeypatch.setattr(looking, "TIMED_SECONDS", 0.0)
-    looker = Looker(small_subject("vit_tiny_patch16_224"), LIMITS)
-    assert looker.sizes == [32]  # the model takes no other
-    assert looker.times(Image.new("RGB", (40, 40)), 32).sima_ms > 0
+    analyzer = Analyzer(small_subject("vit_tiny_patch16_224"), LIMITS)
+    assert analyzer.sizes == [32]  # the model takes no other
+    assert analyzer.times(Image.new("RGB", (40, 40)), 32).sima_ms > 0
 
 
 def test_a_model_without_attention_is_refused_before_the_server_starts():
-    subject = subject_of(timm.create_model("resnet18", num_classes=5), facts={"input_size": (3, 32, 32)})
+    subject = photo_model(timm.create_model("resnet18", num_classes=5), size=32)
     with pytest.raises(ValueError, match="no self-attention of this ResNet can be read"):
         create_app(subject)
 
@@ -274,7 +274,12 @@ def test_a_model_in_the_browser_is_there_or_how_to_get_it(tmp_path, monkeypatch)
         (web / name).write_bytes(b"of the runtime")
     found = InBrowser(file, web)
     answer = ask(found).json()
-    assert (answer["name"], answer["size"], answer["precision"], answer["classes"]) == ("small", 32, "float32", CLASSES)
+    assert (answer["name"], answer["preprocessing"]["size"], answer["precision"], answer["classes"]) == (
+        "small",
+        32,
+        "float32",
+        CLASSES,
+    )
     assert (answer["bytes"], answer["prepares_itself"]) == (file.stat().st_size, False)
     assert ask(found, "/browser/model.onnx").content == file.read_bytes()
     assert ask(found, "/browser/ort-wasm-simd-threaded.wasm").headers["content-type"] == "application/wasm"
@@ -452,7 +457,7 @@ def test_an_error_of_ours_is_a_500_without_its_text(client, monkeypatch):
     def fail(*_):
         raise RuntimeError("secret /etc/path")
 
-    monkeypatch.setattr(Looker, "analyse", fail)
+    monkeypatch.setattr(Analyzer, "analyse", fail)
     answer = client.post("/api/analyse", content=photo())
     assert answer.status_code == 500
     assert answer.json() == {"detail": "something went wrong here; the server's log says what"}

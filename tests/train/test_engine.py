@@ -10,17 +10,18 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from small_runs import class_folders, small_recipe
 from torch import nn
 
 from sima_attn._settings import to_dict, with_overrides
+from sima_attn.models.building import build_model
 from sima_attn.nn import SimAttention
 from sima_attn.nn.baselines.softmax import SoftmaxAttention
 from sima_attn.train.checkpoint import checkpoints, load_newest
-from sima_attn.train.classify import Classification, build_model, train_classifier
+from sima_attn.train.classify import Classification, train_classifier
 from sima_attn.train.engine import first_non_finite, start_fabric
 from sima_attn.train.logs import read_log
 from sima_attn.train.recipes import Model, Optim, Schedule
+from small_runs import class_folders, small_recipe
 
 
 @pytest.fixture
@@ -168,7 +169,7 @@ def test_a_gradient_that_is_not_finite_stops_before_the_weights_change(data, tmp
 
 def test_there_is_a_checkpoint_from_before_even_where_the_first_step_goes_wrong(data, tmp_path):
     fast = with_overrides(small_recipe(data), ["optim.lr=1e30"])
-    with pytest.raises(ValueError, match=r"is not finite.*The checkpoints from before are in"):
+    with pytest.raises(ValueError, match=r"is not finite.*Earlier checkpoints are in"):
         train(fast, tmp_path / "run")
     kept = load_newest(tmp_path / "run" / "checkpoints")
     assert kept["step"] == 0
@@ -179,7 +180,7 @@ def test_first_non_finite_tells_a_bad_input_and_a_bad_loss():
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     bad, good = torch.tensor([[float("nan"), 1.0]]), torch.ones(1, 2)
     _, where = first_non_finite(model, lambda: model(bad))
-    assert "output of 0 (Linear), whose input was not finite already" in where
+    assert "output of 0 (Linear), whose input was already not finite" in where
     _, where = first_non_finite(model, lambda: model(good).sum() / 0)
     assert "the loss function" in where
     assert not model[0]._forward_hooks
@@ -213,7 +214,7 @@ def test_drop_path_is_the_same_in_every_block_and_absent_in_class_attention(name
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (Model("sima_diet_tiny_patch16_224"), r"unknown model .*did you mean sima_deit_tiny"),
+        (Model("sima_diet_tiny_patch16_224"), r"unknown model .*did you mean 'sima_deit_tiny"),
         (Model("sima_cvt_13", num_classes=7), r"the data have 10 classes, model\.num_classes is 7"),
         (Model("sima_cvt_13", kwargs={"depht": 3}), r"cannot be built with .*depht"),
         (Model("resnet18", "sima"), r"nothing in this ResNet could be converted"),

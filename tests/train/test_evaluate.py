@@ -3,23 +3,27 @@
 import csv
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import timm
 import torch
 from safetensors.torch import save_file
-from small_runs import class_folders, small_recipe
 from typer.testing import CliRunner
 
 from sima_attn import cli
 from sima_attn.data import open_data
 from sima_attn.data.loader import evaluation_transform
 from sima_attn.data.settings import Data
+from sima_attn.models.loading import LoadedModel, load_model
 from sima_attn.nn.token_ref import tokens_at
+from sima_attn.probe.features import load_backbone
 from sima_attn.report.rows import read_rows
 from sima_attn.train.classify import train_classifier
-from sima_attn.train.evaluate import EvaluationRow, Loaded, evaluate, load_trained
+from sima_attn.train.evaluate import EvaluationRow, evaluate
 from sima_attn.train.recipes import RECIPES
+from sima_attn.train.run import RunFolder
+from small_runs import class_folders, small_recipe
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +37,9 @@ def run(tmp_path_factory):
 
 def test_the_numbers_are_those_of_a_plain_computation(run):
     root, recipe, finished = run
-    loaded = load_trained(root / "run")
+    loaded = load_model(root / "run")
     source = open_data(root / "data", "val")
-    transform = evaluation_transform(recipe.data)
+    transform = evaluation_transform(recipe.data.preprocessing)
     images = torch.stack([transform(source.read(i)) for i in range(len(source))])
     labels = torch.from_numpy(source.labels)
     with torch.no_grad():
@@ -57,24 +61,39 @@ def test_the_numbers_are_those_of_a_plain_computation(run):
     assert wrong["abcdefg".index(most[0]), "abcdefg".index(most[1])] == most[2]
 
 
+@pytest.mark.parametrize("load", [load_model, load_backbone])
+def test_an_unreadable_newest_checkpoint_is_skipped(run, tmp_path, capsys, load):
+    folder = tmp_path / "run"
+    shutil.copytree(run[0] / "run", folder)
+    (folder / "weights.safetensors").unlink()
+    expected = load(folder).model.state_dict()
+    (folder / "checkpoints" / "step-00009999.pt").symlink_to("missing")
+    (folder / "checkpoints" / "step-00009998.pt").write_bytes(b"")
+    loaded = load(folder).model.state_dict()
+    assert all(torch.equal(loaded[name], weight) for name, weight in expected.items())
+    printed = capsys.readouterr().out
+    assert "step-00009999.pt is a link to a missing file, not a file; using the previous one" in printed
+    assert "step-00009998.pt is damaged" in printed
+
+
 def test_folder_weights_and_checkpoint_are_one_model_and_the_average_another(run):
     root, _, finished = run
     path = next((root / "run" / "checkpoints").glob("*.pt"))
-    results = [evaluate(load_trained(p)) for p in (root / "run", root / "run" / "weights.safetensors", path)]
+    results = [evaluate(load_model(p)) for p in (root / "run", root / "run" / "weights.safetensors", path)]
     assert len({r.loss for r in results}) == 1
-    average = evaluate(load_trained(root / "run", ema=True))
+    average = evaluate(load_model(root / "run", branch="ema"))
     assert average.loss == pytest.approx(finished.metrics["ema_loss"], rel=1e-4)
     assert average.loss != results[0].loss
 
 
 def test_token_ref_changes_nothing_at_the_training_size_and_something_elsewhere(run):
     root, _, _ = run
-    loaded = load_trained(root / "run")
+    loaded = load_model(root / "run")
     here = [evaluate(loaded, token_ref=use).loss for use in (False, True)]
     assert here[0] == pytest.approx(here[1], rel=1e-5)
     without, with_it = (evaluate(loaded, size=32, token_ref=use).loss for use in (False, True))
     assert without != with_it
-    trained_for_16_tokens = load_trained(root / "run")
+    trained_for_16_tokens = load_model(root / "run")
     for block in trained_for_16_tokens.model.blocks:
         block.attn.token_ref = 16.0
     assert evaluate(trained_for_16_tokens, size=32).loss == with_it
@@ -93,24 +112,24 @@ def test_other_classes_are_refused(run, tmp_path):
     root, _, _ = run
     differ = "only the model has a, b, c, d, e and 2 more; only the data have 0, 1, 2, 3, 4 and 5 more"
     with pytest.raises(ValueError, match=f"trained on 7 classes, these data have 10: {differ}"):
-        evaluate(load_trained(root / "run"), "digits")
-    reordered = load_trained(root / "run")
+        evaluate(load_model(root / "run"), "digits")
+    reordered = load_model(root / "run")
     with pytest.raises(ValueError, match="have 7: the same names in another order"):
-        evaluate(reordered._replace(classes=list("bacdefg")))
-    with pytest.raises(ValueError, match="model has 3 classes, the data have 10"):
-        evaluate(load_trained("sima_deit_tiny_patch16_224", num_classes=3), "digits")
+        evaluate(replace(reordered, classes=list("bacdefg")))
+    with pytest.raises(ValueError, match="model has 1000 classes, the data have 10"):
+        evaluate(load_model("sima_deit_tiny_patch16_224"), "digits")
 
 
 @pytest.mark.parametrize(
     ("what", "error", "message"),
     [
-        ("sima_nothing", ValueError, "neither a run's folder"),
-        ("none.pt", FileNotFoundError, "there is no checkpoint"),
+        ("sima_nothing", ValueError, "unknown model, run folder or file 'sima_nothing'"),
+        ("none.pt", FileNotFoundError, "there is no file none.pt"),
     ],
 )
 def test_what_cannot_be_loaded_is_named(what, error, message):
     with pytest.raises(error, match=message):
-        load_trained(what)
+        load_model(what)
 
 
 def test_files_that_no_run_wrote_are_named(tmp_path):
@@ -121,33 +140,37 @@ def test_files_that_no_run_wrote_are_named(tmp_path):
     save_file({"w": torch.zeros(1)}, tmp_path / "theirs.safetensors", metadata={"about": "a model"})
     save_file({"w": torch.zeros(1)}, tmp_path / "half.safetensors", metadata={"about": '{"classes": []}'})
     for name in ("other.pt", "list.pt", "foreign.safetensors", "theirs.safetensors", "half.safetensors"):
-        with pytest.raises(ValueError, match=rf"{name} was not written by a run of `sima train`"):
-            load_trained(tmp_path / name)
+        with pytest.raises(
+            ValueError, match=rf"{name} was not written by `sima train` or `sima dino`: .* as NAME=FILE"
+        ):
+            load_model(tmp_path / name)
     with pytest.raises(ValueError, match=r"junk\.safetensors cannot be read as weights"):
-        load_trained(tmp_path / "junk.safetensors")
+        load_model(tmp_path / "junk.safetensors")
 
 
-def test_a_run_without_checkpoints_has_no_average_and_a_damaged_recipe_is_named(run, tmp_path):
+def test_a_run_without_checkpoints_has_no_average_and_its_weights_need_no_recipe_file(run, tmp_path):
     for name in ("recipe.yaml", "weights.safetensors"):
         shutil.copy(run[0] / "run" / name, tmp_path)
-    with pytest.raises(FileNotFoundError, match="has no checkpoints, which alone hold the average weights"):
-        load_trained(tmp_path, ema=True)
+    with pytest.raises(FileNotFoundError, match="has no checkpoints, and only they hold the ema weights"):
+        load_model(tmp_path, branch="ema")
     for damaged in ("recipe: [", "", "a: 1", "recipe: 3"):
         (tmp_path / "recipe.yaml").write_text(damaged)
         with pytest.raises(ValueError, match=r"recipe\.yaml is damaged"):
-            load_trained(tmp_path)
+            RunFolder(tmp_path).read_recipe()
+        assert load_model(tmp_path).classes == list("abcdefg")
 
 
 def test_a_size_is_at_least_one_pixel(run):
     with pytest.raises(ValueError, match="size must be at least 1 px, got 0"):
-        evaluate(load_trained(run[0] / "run"), size=0)
+        evaluate(load_model(run[0] / "run"), size=0)
 
 
 def test_a_size_that_the_model_cannot_take_is_named(tmp_path):
     vit = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=3)
-    loaded = Loaded(vit, Data(str(class_folders(tmp_path / "data")), size=224, workers=0), None)
+    data = Data(str(class_folders(tmp_path / "data")), size=224)
+    loaded = LoadedModel("vit", vit, data.preprocessing)
     with pytest.raises(ValueError, match=r"VisionTransformer cannot take images of 64 px: .*; give another --size"):
-        evaluate(loaded, size=64)
+        evaluate(loaded, data.path, size=64)
 
 
 def sima(*arguments, code=0):
@@ -185,7 +208,7 @@ def test_eval_takes_a_size_once_and_no_size_below_one(run):
 def test_eval_writes_the_confusions_and_prints_those_of_few_classes(run, tmp_path, monkeypatch):
     root, _, _ = run
     output = sima("eval", root / "run", "--confusion", tmp_path / "confusion.csv")
-    result = evaluate(load_trained(root / "run"))
+    result = evaluate(load_model(root / "run"))
     with open(tmp_path / "confusion.csv", newline="") as file:
         header, *rows = csv.reader(file)
     assert header == ["true", *"abcdefg"]
@@ -201,7 +224,7 @@ def test_a_folder_in_the_place_of_a_file_is_refused(run, tmp_path, option):
     assert "is a directory" in sima("eval", run[0] / "run", option, tmp_path, code=2)
 
 
-def test_train_runs_the_default_and_goes_on(tmp_path):
+def test_train_runs_the_default_and_resumes(tmp_path):
     few = ["--set", "schedule.epochs=2", "--set", "schedule.warmup_epochs=1", "--set", "model.kwargs.depth=1"]
     output = sima("train", "--out", tmp_path / "d", "--device", "cpu", *few)
     assert "top1" in output
@@ -209,7 +232,7 @@ def test_train_runs_the_default_and_goes_on(tmp_path):
         p.name for p in (tmp_path / "d").iterdir()
     }
     assert "top1" in sima("train", "--out", tmp_path / "d", "--resume", "--device", "cpu")
-    with pytest.raises(ValueError, match=r"another recipe: model\.attention: sima -> softmax"):
+    with pytest.raises(ValueError, match=r"a different recipe: model\.attention: sima -> softmax"):
         sima("train", "--out", tmp_path / "d", "--resume", "--set", "model.attention=softmax")
     with pytest.raises(ValueError, match="--resume"):
         sima("train", "--out", tmp_path / "d", *few)
@@ -230,4 +253,4 @@ def test_what_is_not_installed_is_named_first(monkeypatch):
 def test_a_run_of_another_kind_is_refused_with_the_command_for_it(about, instead, tmp_path):
     save_file({"w": torch.zeros(1)}, tmp_path / "weights.safetensors", metadata={"about": json.dumps(about)})
     with pytest.raises(ValueError, match=instead):
-        load_trained(tmp_path / "weights.safetensors")
+        load_model(tmp_path / "weights.safetensors")

@@ -12,19 +12,21 @@ import timm
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from small_runs import class_folders, small_recipe
 
 from sima_attn._settings import to_dict
+from sima_attn.data.settings import Data
 from sima_attn.detect.recipes import Detector
 from sima_attn.detect.recipes import named_recipe as named_detection
 from sima_attn.dino.recipes import DINO_RECIPES, DinoRecipe
-from sima_attn.explain.subject import load_subject
-from sima_attn.probe.features import build_backbone, load_backbone
-from sima_attn.train.classify import build_model, train_classifier
-from sima_attn.train.evaluate import load_trained
-from sima_attn.train.recipe_files import SOURCES, check_arguments, recipe_from_file, sources_in, without_sources
+from sima_attn.dino.task import build_backbone
+from sima_attn.models.building import SOURCES, build_model, check_arguments
+from sima_attn.models.loading import load_model
+from sima_attn.probe.features import load_backbone
+from sima_attn.train.classify import train_classifier
+from sima_attn.train.recipe_files import recipe_from_file, sources_in, without_sources
 from sima_attn.train.recipes import RECIPES, Model, Recipe
 from sima_attn.train.run import RunFolder
+from small_runs import class_folders, small_recipe
 
 CLASSES = ["cat", "dog", "owl"]
 ELSEWHERE = {
@@ -76,8 +78,8 @@ def write(weights, tmp_path):
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_other_weights_are_neither_downloaded_nor_opened(write, weights, name, ending):
     path = write(ending, **{name: ELSEWHERE[name]})
-    for model in (load_trained(path).model, load_subject(path).model):
-        assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
+    state = load_model(path).model.state_dict()
+    assert all(torch.equal(value, weights[key]) for key, value in state.items())
 
 
 def test_the_two_ways_to_other_weights_are_the_ones_that_are_closed(nothing_else_is_read):
@@ -113,7 +115,7 @@ def test_arguments_that_no_file_needs_are_refused_before_anything_is_built(write
     kwargs, message = REFUSED[name]
     path = write(ending, **kwargs)
     with pytest.raises(ValueError, match=message) as refused:
-        load_trained(path)
+        load_model(path)
     assert path.name in str(refused.value)
 
 
@@ -124,17 +126,26 @@ def edits():
     return {
         "another source of models": (setting("model", "name", "hf-hub:someone/model"), "model.name must be the name"),
         "a folder as a model": (setting("model", "name", "local-dir:/x"), "model.name must be the name of a model"),
-        "a number as a model": (setting("model", "name", 5), "Model.name must be of type str, got 5"),
-        "kwargs of another type": (setting("model", "kwargs", [1]), "Model.kwargs must be of type dict"),
-        "large images": (setting("data", "size", 10**9), "data.size may be 8192 at most in a file, got 1000000000"),
-        "no images": (setting("data", "size", 0), "data.size must be at least 1"),
-        "a size in words": (setting("data", "size", "64"), "Data.size must be of type int, got '64'"),
+        "a number as a model": (setting("model", "name", 5), "ModelSettings.name must be of type str, got 5"),
+        "kwargs of another type": (setting("model", "kwargs", [1]), "ModelSettings.kwargs must be of type dict"),
+        "large images": (
+            setting("data", "size", 10**9),
+            "size must be a whole number from 1 to 8192 pixels, got 1000000000",
+        ),
+        "no images": (setting("data", "size", 0), "size must be a whole number from 1 to 8192 pixels, got 0"),
+        "a size in words": (
+            setting("data", "size", "64"),
+            "size must be a whole number from 1 to 8192 pixels, got '64'",
+        ),
         "many processes": (setting("data", "workers", 10**6), "data.workers may be 256 at most in a file"),
-        "two channels": (setting("data", "mean", [0.5, 0.5]), "Data.mean must be of type"),
-        "a path as a filter": (setting("data", "interpolation", "/x"), "unknown data.interpolation '/x'"),
+        "two channels": (setting("data", "mean", [0.5, 0.5]), "mean must be three numbers"),
+        "a path as a filter": (
+            setting("data", "interpolation", "/x"),
+            "interpolation must be bicubic or bilinear, got '/x'",
+        ),
         "an unknown setting": (setting("data", "url", "x"), "unknown setting of Data 'url'"),
-        "no name of a model": (lambda about: about["recipe"]["model"].pop("name"), "Model lacks name"),
-        "no recipe": (lambda about: about.update(recipe="x"), "Recipe must be a group of settings, got 'x'"),
+        "no name of a model": (lambda about: about["recipe"]["model"].pop("name"), "ModelSettings lacks name"),
+        "no recipe": (lambda about: about.update(recipe="x"), "'model' must be a group of settings"),
         "a number of classes": (lambda about: about.update(classes=3), "`classes` must be a list of words"),
         "classes that are numbers": (
             lambda about: about.update(classes=[1, 2, 3]),
@@ -148,13 +159,13 @@ def edits():
 def test_settings_of_another_type_or_size_are_refused(write, name):
     edit, message = edits()[name]
     with pytest.raises(ValueError, match=message):
-        load_trained(write(edit=edit))
+        Data.of_model(load_model(write(edit=edit)))
 
 
 def test_metadata_too_deep_for_json_are_refused(weights, tmp_path):
     save_file(weights, tmp_path / "deep.safetensors", metadata={"about": "[" * 100_000})
-    with pytest.raises(ValueError, match="was not written by a run of `sima train`"):
-        load_trained(tmp_path / "deep.safetensors")
+    with pytest.raises(ValueError, match="was not written by `sima train`"):
+        load_model(tmp_path / "deep.safetensors")
 
 
 @pytest.mark.usefixtures("nothing_else_is_read")
@@ -237,7 +248,7 @@ def run(tmp_path_factory):
 
 
 def edited(run, tmp_path, checkpoints=True, **kwargs):
-    """A copy of the run, its recipe edited by hand, and that recipe."""
+    """A copy of the run whose recipe, also that of its checkpoints, has further model arguments; and that recipe."""
     import shutil
 
     folder, recipe = run
@@ -248,6 +259,10 @@ def edited(run, tmp_path, checkpoints=True, **kwargs):
     if not checkpoints:
         shutil.rmtree(tmp_path / "run" / "checkpoints")
     RunFolder(tmp_path / "run").write_recipe(recipe)
+    for path in tmp_path.glob("run/checkpoints/*.pt"):
+        state = torch.load(path)
+        state["about"]["recipe"] = to_dict(recipe)
+        torch.save(state, path)
     return tmp_path / "run", recipe
 
 
@@ -262,12 +277,11 @@ def test_a_run_is_resumed_from_its_checkpoint_alone(run, tmp_path):
 
 def test_a_run_without_a_checkpoint_does_not_load_other_weights(run, tmp_path):
     folder, recipe = edited(run, tmp_path, checkpoints=False, checkpoint_path="other.safetensors")
-    with pytest.raises(ValueError, match=r"has no checkpoint yet, and model\.kwargs\.checkpoint_path of a recipe in"):
+    with pytest.raises(ValueError, match=r"has no checkpoint yet, and model\.kwargs\.checkpoint_path is not used from"):
         train_classifier(recipe, folder, resume=True, device="cpu", quiet=True)
 
 
 def test_a_recipe_in_a_folder_is_checked_as_one_in_weights(run, tmp_path):
     folder, _ = edited(run, tmp_path, depth=10**6)
-    for read in (RunFolder(folder).read_recipe, lambda: load_trained(folder)):
-        with pytest.raises(ValueError, match=r"recipe\.yaml cannot be used: model\.kwargs\.depth must be a number"):
-            read()
+    with pytest.raises(ValueError, match=r"recipe\.yaml cannot be used: model\.kwargs\.depth must be a number"):
+        RunFolder(folder).read_recipe()

@@ -1,4 +1,4 @@
-"""Recipes: the paper's numbers, overrides by type, and what a run folder makes of them."""
+"""Recipes: the paper's values, overrides, limits, and the recipe of a run folder."""
 
 import dataclasses
 import subprocess
@@ -8,9 +8,9 @@ import pytest
 import timm
 import yaml
 
-from sima_attn._settings import differences, flat, from_dict, to_dict, with_overrides
+from sima_attn._settings import check, differences, flat, from_dict, to_dict, with_overrides
 from sima_attn.reproduce.paper_models import TABLE_1
-from sima_attn.train.recipes import RECIPES, Recipe, check, named_recipe
+from sima_attn.train.recipes import RECIPES, Recipe, named_recipe
 from sima_attn.train.run import RunFolder, provenance
 
 PAPER = [name for name in RECIPES if name not in ("digits", "tiny_imagenet", "shipped")]
@@ -96,11 +96,11 @@ def test_an_override_is_read_as_the_type_of_its_field_and_changes_nothing_else(t
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("schedule.epochs=many", r"schedule\.epochs is a whole number, got 'many'"),
-        ("schedule.epochs=2.5", r"schedule\.epochs is a whole number, got '2\.5'"),
-        ("optim.lr=fast", r"optim\.lr is a number, got 'fast'"),
-        ("augment.scale=0.5", r"augment\.scale is 2 numbers with commas between them, got '0\.5'"),
-        ("data.cache=maybe", r"data\.cache is true or false, got 'maybe'"),
+        ("schedule.epochs=many", r"schedule\.epochs must be an integer, got 'many'"),
+        ("schedule.epochs=2.5", r"schedule\.epochs must be an integer, got '2\.5'"),
+        ("optim.lr=fast", r"optim\.lr must be a number, got 'fast'"),
+        ("augment.scale=0.5", r"augment\.scale must be 2 numbers separated by commas, got '0\.5'"),
+        ("data.cache=maybe", r"data\.cache must be true or false, got 'maybe'"),
         ("shedule.epoch=3", r"did you mean 'schedule'\?"),
         ("shedule.epochs=3", r"unknown setting 'shedule\.epochs'; did you mean 'schedule\.epochs'\?"),
         ("run.epochs=3", r"unknown setting 'run\.epochs'; did you mean 'schedule\.epochs'\?"),
@@ -109,7 +109,7 @@ def test_an_override_is_read_as_the_type_of_its_field_and_changes_nothing_else(t
         ("schedule=3", r"schedule is a group of settings: schedule\.epochs"),
         ("optim.lr.x=3", r"optim\.lr is a single value"),
         ("model.kwargs=3", r"model\.kwargs needs the name of one argument"),
-        ("model.kwargs.img_size=[", r"model\.kwargs\.img_size must be a number, a word or a list"),
+        ("model.kwargs.img_size=[", r"model\.kwargs\.img_size must be a number, a string or a list"),
         ("epochs", r"--set needs name=value"),
     ],
 )
@@ -121,28 +121,31 @@ def test_a_wrong_override_says_what_is_wrong(text, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("run.precision=fp8", r"unknown run\.precision 'fp8'; known: bf16, fp16, fp32"),
-        ("augment.crop=random", r"unknown augment\.crop 'random'"),
+        ("run.precision=fp8", r"run\.precision must be one of fp32, bf16, fp16, got 'fp8'"),
+        ("augment.crop=random", r"augment\.crop must be one of resized, padded, none, got 'random'"),
         ("run.batch=0", r"run\.batch must be at least 1, got 0"),
-        ("augment.erasing=2", r"augment\.erasing must lie between 0 and 1"),
-        ("schedule.warmup_epochs=50", r"leaves nothing of"),
+        ("augment.erasing=2", r"augment\.erasing must be between 0 and 1, got 2\.0"),
+        ("schedule.warmup_epochs=30", r"schedule\.warmup_epochs must be below schedule\.epochs=30, got 30"),
         ("augment.randaugment=rand-m9", r"data\.cache=false"),
         ("augment.crop=padded", r"needs augment\.padding"),
-        ("data.crop_ratio=0", r"crop_ratio"),
-        ("data.interpolation=foo", r"unknown data\.interpolation 'foo'; known: bicubic, bilinear"),
-        ("data.std=0,1,1", r"data\.std must be above 0"),
+        ("data.crop_ratio=0", r"data\.crop_ratio must be above 0 and at most 1, got 0\.0"),
+        ("data.interpolation=foo", r"data\.interpolation must be one of bicubic, bilinear, got 'foo'"),
+        ("data.std=0,1,1", r"data\.std\[0\] must be above 0, got 0\.0"),
+        ("data.mean=0,nan,1", r"data\.mean\[1\] must be a finite number, got nan"),
         ("data.workers=-1", r"data\.workers must be at least 0, got -1"),
         ("augment.color_jitter=-1", r"augment\.color_jitter must be at least 0"),
         ("augment.mixup=-1", r"augment\.mixup must be at least 0"),
-        ("augment.scale=0.9,0.2", r"augment\.scale must rise from above 0 to at most 1, got 0\.9, 0\.2"),
+        ("augment.scale=0.9,0.2", r"augment\.scale must be two numbers, the lower one first, got \(0\.9, 0\.2\)"),
+        ("augment.scale=0,1", r"augment\.scale\[0\] must be above 0 and at most 1, got 0\.0"),
         ("schedule.min_lr=-1", r"schedule\.min_lr must be at least 0"),
         ("schedule.warmup_lr=-5", r"schedule\.warmup_lr must be at least 0"),
         ("schedule.cooldown_epochs=-100", r"schedule\.cooldown_epochs must be at least 0, got -100"),
         ("optim.lr=nan", r"optim\.lr must be above 0, got nan"),
+        ("optim.lr=inf", r"optim\.lr must be above 0, got inf"),
         ("optim.weight_decay=-1", r"optim\.weight_decay must be at least 0"),
-        ("optim.betas=0.9,1", r"optim\.betas must be two numbers from 0 to below 1"),
-        ("optim.clip=0", r"optim\.clip must be above 0, or none to be off, got 0\.0"),
-        ("run.ema=0", r"run\.ema must lie between 0 and 1, or be none to be off, got 0\.0"),
+        ("optim.betas=0.9,1", r"optim\.betas\[1\] must be at least 0 and below 1, got 1\.0"),
+        ("optim.clip=0", r"optim\.clip must be above 0 or none, got 0\.0"),
+        ("run.ema=0", r"run\.ema must be above 0 and below 1 or none, got 0\.0"),
         ("run.threads=-1", r"run\.threads must be at least 0"),
         ("model.kwargs.num_classes=7", r"model\.kwargs\.num_classes would be overwritten by model\.num_classes"),
         ("model.kwargs.attention=elu", r"model\.kwargs\.attention would be overwritten by model\.attention"),
@@ -156,7 +159,7 @@ def test_a_recipe_that_cannot_run_is_refused_before_it_does(text, message):
 def test_a_randaugment_that_timm_does_not_know_is_refused():
     for wrong in ("foo", "rand-q9", "augmix"):
         recipe = with_overrides(named_recipe("digits"), ["data.cache=false", f"augment.randaugment={wrong}"])
-        with pytest.raises(ValueError, match=f"must be one of timm's configurations.*got '{wrong}'"):
+        with pytest.raises(ValueError, match=f"must be a configuration of timm, e.g. .*, or none, got '{wrong}'"):
             check(recipe)
 
 
@@ -180,7 +183,7 @@ def test_differences_are_those_that_change_the_weights():
     ]
 
 
-def test_a_folder_takes_one_run_and_goes_on_with_that_one_only(tmp_path):
+def test_a_folder_takes_one_run_and_resumes_only_that_one(tmp_path):
     folder, recipe = RunFolder(tmp_path / "run"), named_recipe("digits")
     with pytest.raises(FileNotFoundError, match="there is no run in"):
         folder.check(recipe, resume=True)
@@ -198,8 +201,23 @@ def test_a_folder_takes_one_run_and_goes_on_with_that_one_only(tmp_path):
     folder.recipe_file.write_text("recipe: [")
     with pytest.raises(ValueError, match=r"recipe\.yaml is damaged"):
         folder.read_recipe()
-    with pytest.raises(ValueError, match=r"a run is a folder, and .* is a file"):
+    with pytest.raises(ValueError, match=r"is not a folder but a file"):
         RunFolder(folder.recipe_file).check(recipe, resume=False)
+
+
+BOMBS = {
+    "aliases": "a: &a [x, x]\nb: &b [*a, *a]\nrecipe: [*b, *b]\n",
+    "depth": "recipe: " + "[" * 10_000,
+    "size": "recipe: " + "x" * 2**17,
+}
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+def test_a_recipe_file_with_aliases_or_of_unreasonable_size_is_refused(tmp_path, kind):
+    (tmp_path / "recipe.yaml").write_text(BOMBS[kind])
+    message = {"aliases": "has YAML aliases", "depth": "is damaged", "size": "has more than 65536 bytes"}[kind]
+    with pytest.raises(ValueError, match=rf"recipe\.yaml.* {message}"):
+        RunFolder(tmp_path).read_recipe()
 
 
 def test_a_finished_run_is_the_one_of_its_recipe_however_it_ran(tmp_path):
@@ -208,7 +226,7 @@ def test_a_finished_run_is_the_one_of_its_recipe_however_it_ran(tmp_path):
     folder.check_finished(with_overrides(recipe, ["run.compile=true"]))
     folder.check_finished(with_overrides(recipe, ["data.path=./digits"]))  # the same place
     for changed, message in (
-        ("data.path=elsewhere", "of the images in digits, not of"),
+        ("data.path=elsewhere", "was trained on the images in digits, not on"),
         ("run.seed=3", "run.seed: 0 ->"),
     ):
         with pytest.raises(ValueError, match=message):

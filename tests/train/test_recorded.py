@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_runs import small_recipe
 
 from sima_attn._settings import with_overrides
 from sima_attn.detect.task import Detection
@@ -21,6 +20,7 @@ from sima_attn.train.logs import read_log
 from sima_attn.train.recipes import Run
 from sima_attn.train.recorded import PLAIN_STEPS, RecordedPass, check_can_be_recorded
 from sima_attn.train.stopping import RunInterrupted
+from small_runs import small_recipe
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -123,8 +123,8 @@ def test_a_replay_sees_new_weights_and_draws_and_sets_the_gradients():
     ("changes", "fabric", "recordable", "message"),
     [
         ({}, {"device": torch.device("cpu")}, True, "needs a CUDA device"),
-        ({}, {"world_size": 2}, True, "several processes"),
-        ({"accumulate": 2}, {}, True, "run.accumulate=1, got 2"),
+        ({}, {"world_size": 2}, True, "processes synchronise"),
+        ({"accumulate": 2}, {}, True, "run.accumulate must be 1, got 2"),
         ({"precision": "fp16"}, {}, True, "use run.precision=bf16"),
         ({"grad_checkpointing": True}, {}, True, "run.grad_checkpointing"),
         ({}, {}, False, "this kind of training"),
@@ -157,7 +157,7 @@ def test_a_pass_that_cannot_be_recorded_says_what_to_do(monkeypatch):
 
 
 def test_runs_on_the_cpu_refuse_it(tmp_path):
-    with pytest.raises(ValueError, match="needs a CUDA device, and this is cpu"):
+    with pytest.raises(ValueError, match="needs a CUDA device, got cpu"):
         train_dino(short_dino("run.cuda_graph=true"), tmp_path / "dino", device="cpu", quiet=True)
     with pytest.raises(ValueError, match="set it to false"):
         train_classifier(small_recipe(run={"cuda_graph": True}), tmp_path / "train", device="cpu", quiet=True)

@@ -1,4 +1,4 @@
-"""A run killed at any step and gone on with is, bit for bit, the run never stopped."""
+"""A run killed at any step and resumed is bitwise equal to one that was never interrupted."""
 
 import contextlib
 import errno
@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_runs import ALL_ON, class_folders, small_recipe
 
 from full_disk import no_file_above
 from sima_attn._files import PREFIX, DiskFullError
@@ -21,12 +20,13 @@ from sima_attn.detect.recipes import named_recipe
 from sima_attn.detect.task import train_detector
 from sima_attn.dino.recipes import named_dino_recipe
 from sima_attn.dino.task import train_dino
-from sima_attn.reproduce.dino import make_dino_run, planned_dino_runs
-from sima_attn.reproduce.miniature import make_run, planned_runs
+from sima_attn.reproduce import dino as dino_grid
+from sima_attn.reproduce import miniature
 from sima_attn.train.checkpoint import checkpoints, load_checkpoint, load_newest, save_checkpoint
 from sima_attn.train.classify import Classification, train_classifier
 from sima_attn.train.logs import CsvLog, read_log
 from sima_attn.train.run import RunFolder
+from small_runs import ALL_ON, class_folders, small_recipe
 
 
 def assert_same_state(a, b):
@@ -103,23 +103,23 @@ def killed(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_killed_and_gone_on_with_equals_never_stopped(killed, name, tmp_path):
-    recipe, gone_on, newest = killed[name]
+def test_killed_and_resumed_equals_never_stopped(killed, name, tmp_path):
+    recipe, resumed, newest = killed[name]
     assert newest == ENDS[name][2]
     whole = RunFolder(tmp_path / "whole")
     train_classifier(recipe, whole.path, device="cpu", quiet=True)
-    states = [load_newest(folder.checkpoints) for folder in (whole, gone_on)]
+    states = [load_newest(folder.checkpoints) for folder in (whole, resumed)]
     assert states[0]["step"] == 9
     assert_same_state(*states)
     for name in ("train", "eval"):
         rows = logged(whole.path, name)
         assert [int(row["step"]) for row in rows] == [3, 6, 9]
-        assert logged(gone_on.path, name) == rows
-    assert whole.weights.read_bytes() == gone_on.weights.read_bytes()
-    assert gone_on.curve.is_file()
+        assert logged(resumed.path, name) == rows
+    assert whole.weights.read_bytes() == resumed.weights.read_bytes()
+    assert resumed.curve.is_file()
 
 
-def test_a_finished_run_goes_on_with_nothing(tmp_path):
+def test_resuming_a_finished_run_makes_no_step(tmp_path):
     recipe = small_recipe(class_folders(tmp_path / "data"), epochs=1)
     first = train_classifier(recipe, tmp_path / "run", device="cpu", quiet=True)
     again = train_classifier(recipe, tmp_path / "run", resume=True, device="cpu", quiet=True)
@@ -132,12 +132,12 @@ def test_a_run_without_its_checkpoints_is_left_as_it_is(tmp_path):
     train_classifier(recipe, tmp_path / "run", device="cpu", quiet=True)
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()}
-    with pytest.raises(ValueError, match=r"has weights\.safetensors and train\.csv, but no checkpoint to go on from"):
+    with pytest.raises(ValueError, match=r"has weights\.safetensors and train\.csv, but no checkpoint to resume from"):
         train_classifier(recipe, tmp_path / "run", resume=True, device="cpu", quiet=True)
     assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir() if path.is_file()} == before
 
 
-def test_a_run_goes_on_where_its_images_lie_now(tmp_path):
+def test_a_run_is_resumed_with_images_that_were_moved(tmp_path):
     data = class_folders(tmp_path / "data")
     first = train_classifier(small_recipe(data, epochs=1), tmp_path / "run", device="cpu", quiet=True)
     moved = data.rename(tmp_path / "moved")
@@ -146,7 +146,9 @@ def test_a_run_goes_on_where_its_images_lie_now(tmp_path):
     assert again.metrics == first.metrics
     assert RunFolder(tmp_path / "run").read_recipe() == there
     other = small_recipe(class_folders(tmp_path / "other", per_class=(7, 4)), epochs=1)
-    with pytest.raises(ValueError, match=r"their images have changed \(24 to 21\); say with --data"):
+    with pytest.raises(
+        ValueError, match=r"their images have changed \(24 to 21\); give the data of the run with --data"
+    ):
         train_classifier(other, tmp_path / "run", resume=True, device="cpu", quiet=True)
     assert RunFolder(tmp_path / "run").read_recipe() == there
 
@@ -156,11 +158,27 @@ def test_another_recipe_or_a_fresh_start_in_the_same_folder_is_refused(tmp_path)
     recipe = small_recipe(data, epochs=1)
     train_classifier(recipe, tmp_path / "run", device="cpu", quiet=True)
     before = (tmp_path / "run" / "weights.safetensors").read_bytes()
-    with pytest.raises(ValueError, match="holds a run already: go on with it by --resume"):
+    with pytest.raises(ValueError, match="already holds a run: resume it with --resume"):
         train_classifier(recipe, tmp_path / "run", device="cpu", quiet=True)
-    with pytest.raises(ValueError, match=r"another recipe: schedule\.epochs: 1 -> 2"):
+    with pytest.raises(ValueError, match=r"the run in .* has a different recipe: schedule\.epochs: 1 -> 2"):
         train_classifier(small_recipe(data, epochs=2), tmp_path / "run", resume=True, device="cpu", quiet=True)
     assert (tmp_path / "run" / "weights.safetensors").read_bytes() == before
+
+
+def test_a_recipe_file_edited_by_hand_is_refused_when_the_run_is_resumed(tmp_path):
+    recipe = small_recipe(class_folders(tmp_path / "data"), epochs=1)
+    train_classifier(recipe, tmp_path / "run", device="cpu", quiet=True)
+    folder = RunFolder(tmp_path / "run")
+    text = folder.recipe_file.read_text()
+    folder.recipe_file.write_text(text.replace("  lr: 0.001\n", "  lr: 0.5\n"))
+    before = folder.weights.read_bytes()
+    with pytest.raises(
+        ValueError, match=r"the checkpoint in .* has a different recipe: optim\.lr: 0\.001 -> 0\.5\. Undo"
+    ):
+        train_classifier(folder.read_recipe(), folder.path, resume=True, device="cpu", quiet=True)
+    assert folder.weights.read_bytes() == before
+    folder.recipe_file.write_text(text.replace("  workers: 0\n", "  workers: 1\n"))  # may change
+    train_classifier(folder.read_recipe(), folder.path, resume=True, device="cpu", quiet=True)
 
 
 def start_classifier(out):
@@ -176,15 +194,15 @@ def start_detector(out):
 
 
 def start_miniature(out):
-    run = planned_runs(["sima"])[0]
+    run = miniature.planned_runs(["sima"])[0]
     (out.parent / run.folder).symlink_to(out)
-    make_run(run, out.parent, "digits", device="cpu", quiet=True)
+    miniature.GRID.make_run(run, out.parent, "digits", device="cpu", quiet=True)
 
 
 def start_random_features(out):
-    run = planned_dino_runs(["random"])[0]
+    run = dino_grid.planned_dino_runs(["random"])[0]
     (out.parent / run.folder).symlink_to(out)
-    make_dino_run(run, out.parent, "digits", device="cpu", quiet=True)
+    dino_grid.GRID.make_run(run, out.parent, "digits", device="cpu", quiet=True)
 
 
 @pytest.mark.parametrize(
@@ -347,7 +365,7 @@ def test_a_checkpoint_with_code_in_it_is_not_run(tmp_path):
         load_checkpoint(tmp_path / "step-00000001.pt")
 
 
-def test_a_log_goes_on_where_the_checkpoint_was_and_drops_a_torn_line(tmp_path):
+def test_a_log_is_continued_from_the_checkpoint_without_an_incomplete_line(tmp_path):
     path = tmp_path / "train.csv"
     log = CsvLog(path, 0)
     for step in (2, 4, 6):

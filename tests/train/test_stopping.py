@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: the step is finished and saved, the user told how to resume, and the bits are the same."""
+"""SIGINT and SIGTERM: the step is finished and saved, a message says how to resume, and the bits are the same."""
 
 import itertools
 import json
@@ -23,8 +23,9 @@ from sima_attn._settings import to_dict
 from sima_attn.data.workers import leave_signals_to_parent, termination_blocked
 from sima_attn.detect import task
 from sima_attn.dino import task as dino
-from sima_attn.reproduce.grid import in_processes
+from sima_attn.reproduce.processes import in_processes
 from sima_attn.train import classify
+from sima_attn.train import start as train_start
 from sima_attn.train.checkpoint import load_newest
 from sima_attn.train.classify import Classification, train_classifier
 from sima_attn.train.start import resume_command
@@ -129,12 +130,37 @@ def test_the_command_says_how_to_resume_and_that_command_does(tmp_path, monkeypa
     stopped = runner.invoke(cli.app, ["train", *options, *(f"--set={setting}" for setting in settings)])
     assert stopped.exit_code == 143, stopped.output
     first, second = [line for line in stopped.stderr.splitlines() if line][-2:]
-    assert first == "stopped by SIGTERM after step 2 of 3, which is saved"
+    assert first == "stopped by SIGTERM after step 2 of 3; the step is saved"
     command = second.removeprefix("resume with: ")
     assert command == f"sima train --out '{out}' --resume --device cpu"
     resumed = runner.invoke(cli.app, shlex.split(command)[1:])
     assert resumed.exit_code == 0, resumed.output
     assert "after 3 steps" in resumed.stdout
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+def test_a_signal_before_the_first_step_leaves_nothing_and_says_so(tmp_path, monkeypatch, capsys, number):
+    monkeypatch.setattr(Classification, "__init__", lambda *arguments: send(number))
+    with pytest.raises(RunInterrupted) as raised:
+        train_classifier(small_recipe(), tmp_path / "run", device="cpu")
+    assert raised.value.code == 128 + number
+    lines = [line for line in capsys.readouterr().err.splitlines() if line]
+    assert lines[-2:] == [f"stopped by {number.name}; there is nothing to save", "start again with the same command"]
+    assert not (tmp_path / "run").exists()
+    assert signal.getsignal(number) is signal.default_int_handler
+
+
+def test_a_signal_after_the_last_step_says_how_to_resume(tmp_path, monkeypatch, capsys):
+    recipe = small_recipe(class_folders(tmp_path / "data"), epochs=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(train_start, "save_file", lambda *arguments, **options: send(signal.SIGTERM))
+        with pytest.raises(RunInterrupted):
+            train_classifier(recipe, tmp_path / "run", device="cpu")
+    lines = [line for line in capsys.readouterr().err.splitlines() if line]
+    resume_line = f"resume with: sima train --out {tmp_path / 'run'} --resume --device cpu"
+    assert lines[-2:] == ["stopped by SIGTERM; there is nothing to save", resume_line]
+    train_classifier(recipe, tmp_path / "run", resume=True, device="cpu", quiet=True)
+    assert (tmp_path / "run" / "weights.safetensors").is_file()
 
 
 @pytest.mark.parametrize("start", [start_classifier, start_dino, start_detector])

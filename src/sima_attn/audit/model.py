@@ -7,7 +7,6 @@ The paper counts exp() in attention only; the audit counts the whole network and
 
 from __future__ import annotations
 
-import difflib
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Set
@@ -71,14 +70,9 @@ def audit_named(name: str, size: int | None = None) -> AuditReport:
     """Audit of a timm model by its name, or of an .onnx file; `size` is the image side, by default its own."""
     if name.endswith(".onnx"):
         return audit(name, size)
-    import timm
+    from sima_attn.models.building import check_name
 
-    import sima_attn.models  # noqa: F401  registers our names with timm
-
-    if not timm.is_model(name):
-        near = difflib.get_close_matches(name, timm.list_models(), n=5)
-        hint = f"nearest: {', '.join(near)}" if near else "timm.list_models() lists all names"
-        raise ValueError(f"unknown model {name!r}; {hint}; a file must end in .onnx")
+    check_name(name, "model or .onnx file")
     model = _create_timm_model(name, size)
     config: dict[str, Any] = getattr(model, "pretrained_cfg", {})
     channels, *own = config.get("input_size", (3, 224, 224))

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from sima_attn.nn import ATTENTIONS, Attention, create_attention
 from sima_attn.ops import AttentionShape, ExpCounter
-from sima_attn.report.figures import check_can_plot
 from sima_attn.report.rows import cpu_name, today
 from sima_attn.report.tables import TextTable
 from sima_attn.report.timing import time_interleaved
@@ -77,11 +76,11 @@ def _remove_old_twin(folder: Path, recipe) -> None:
 
 def _train_twin(recipe, folder: Path, quiet: bool) -> TwinRow:
     from sima_attn.audit import audit
+    from sima_attn.models.loading import load_model
     from sima_attn.train.classify import train_classifier
-    from sima_attn.train.evaluate import load_trained
 
     finished = train_classifier(recipe, folder, device="cpu", quiet=quiet)
-    report = audit(load_trained(folder).model, recipe.data.size)
+    report = audit(load_model(folder).model, recipe.data.size)
     return TwinRow(
         attention=recipe.model.attention,
         params=report.params,
@@ -112,41 +111,6 @@ def twins_table(rows: Sequence[TwinRow]) -> TextTable:
         for row in rows
     ]
     return TextTable(header, lines, bold={i for i, row in enumerate(rows) if row.attention == "sima"})
-
-
-def plot_twins(rows: Sequence[TwinRow], out: Path, path: Path) -> None:
-    """Accuracy against epochs, training time and exp() calls of the twins, from their rows and logs under `out`."""
-    check_can_plot()
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    from sima_attn.train.logs import read_log
-
-    colours = {"sima": "crimson", "softmax": "black"}
-    figure, (curves, times, exps) = plt.subplots(1, 3, figsize=(12, 4), layout="constrained", width_ratios=(2, 1, 1))
-    for row in rows:
-        log = read_log(out / row.attention / "eval.csv")
-        label = f"{row.attention}: {row.top1:.1f} % at the end"
-        epochs, top1 = [float(r["epoch"]) for r in log], [float(r["top1"]) for r in log]
-        curves.plot(epochs, top1, color=colours[row.attention], label=label)
-    curves.set_xlabel("epoch")
-    curves.set_ylabel("accuracy on the test digits, %")
-    curves.grid(alpha=0.3)
-    curves.legend(frameon=False, loc="lower right")
-    names = [row.attention for row in rows]
-    for axes, values, title, text in (
-        (times, [row.seconds for row in rows], "training, seconds", "{:.0f} s"),
-        (exps, [row.attention_exps + row.other_exps for row in rows], "exp() per image", "{:,}"),
-    ):
-        bars = axes.bar(names, values, color=[colours[name] for name in names])
-        axes.bar_label(bars, [text.format(value) for value in values])
-        axes.set_title(title)
-    figure.suptitle(f"The same recipe, one word changed: model.attention. {rows[0].threads} thread, {rows[0].device}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
 
 
 @dataclass(frozen=True)

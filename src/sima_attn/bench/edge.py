@@ -21,7 +21,6 @@ from sima_attn._files import atomic_write
 from sima_attn.audit.model import audit
 from sima_attn.export import runtimes
 from sima_attn.export.runtimes import RUNTIMES, Session, open_model
-from sima_attn.report.figures import check_can_plot
 from sima_attn.report.rows import cpu_name, today
 from sima_attn.report.tables import TextTable
 from sima_attn.report.timing import time_interleaved
@@ -213,7 +212,6 @@ def _make_files(
     import timm
     import torch
 
-    import sima_attn.models  # noqa: F401  registers our names with timm
     from sima_attn.export.onnx import export_onnx
     from sima_attn.export.quantize import quantized_graph
 
@@ -398,39 +396,3 @@ def edge_summary(rows: Sequence[EdgeRow]) -> TextTable:
         speeds = [f"{mine[key].speedup:.2f}x" if key in mine else "-" for key in columns.values()]
         lines.append([f"{family}, {twin.variant}", str(pixels), runtime, str(threads), f"{twin.p50_ms:.1f}", *speeds])
     return TextTable(["model, its twin", "px", "runtime", "threads", "twin, ms", *columns], lines, bold=set())
-
-
-def plot_edge(rows: Sequence[EdgeRow], path: Path) -> None:
-    """Speed against the float32 twin: one panel a family and runtime, groups of bars by image side and precision."""
-    check_can_plot()
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    threads = min(row.threads for row in rows)
-    rows = [row for row in rows if row.threads == threads]
-    names = list(dict.fromkeys(row.family for row in rows))
-    chosen = list(dict.fromkeys(row.runtime for row in rows))
-    figure, panels = plt.subplots(
-        len(chosen), len(names), figsize=(4.2 * len(names), 3.4 * len(chosen)), layout="constrained", squeeze=False
-    )
-    colours = {"twin": "dimgrey", "sima": "crimson", "sima + relu": "darkorange"}
-    for line, runtime in zip(panels, chosen, strict=True):
-        for axes, family in zip(line, names, strict=True):
-            mine = [row for row in rows if row.runtime == runtime and row.family == family]
-            groups = list(dict.fromkeys((row.pixels, row.precision) for row in mine))
-            for i, variant in enumerate(dict.fromkeys(row.variant for row in mine)):
-                bars = {(row.pixels, row.precision): row.speedup for row in mine if row.variant == variant}
-                places = [x + 0.27 * (i - 1) for x, group in enumerate(groups) if group in bars]
-                colour = colours.get(variant, colours["twin"])
-                axes.bar(places, [bars[g] for g in groups if g in bars], 0.25, color=colour, label=variant)
-            axes.axhline(1, color="black", linewidth=0.8)
-            axes.set_xticks(range(len(groups)), [f"{pixels} px\n{precision}" for pixels, precision in groups])
-            axes.set_title(f"{family}, {runtime}", fontsize=10)
-            axes.legend(frameon=False, fontsize=8)
-        line[0].set_ylabel("speed, float32 twin = 1")
-    figure.suptitle(f"one image, {threads} thread{'s' * (threads > 1)}, {rows[0].device}")
-    with atomic_write(path) as temporary:
-        figure.savefig(temporary, dpi=150, format="png")
-    plt.close(figure)

@@ -163,31 +163,6 @@ def bench_model_command(
     console.print(f"Rows: {out}", highlight=False, soft_wrap=True)
 
 
-@app.command("serve")
-def bench_serve_command(
-    out: RowsFile = BENCH_FOLDER / "serve.csv",
-    model: Annotated[
-        str | None, typer.Option(help="As in `sima serve`.", show_default="the model that it takes by itself")
-    ] = None,
-    clients: Annotated[int, typer.Option(help="Clients at once.", min=1)] = 64,
-    seconds: Annotated[float, typer.Option(help="How long they ask.", min=1.0)] = 120.0,
-) -> None:
-    """Many clients at once against `sima serve`: no 5xx, nobody without an answer, memory flat."""
-    from sima_attn.bench.load import bench_load
-    from sima_attn.report.rows import write_rows
-    from sima_attn.serve.run import check_installed
-
-    check_installed()
-    with progress_bar() as progress:
-        task = progress.add_task(f"{clients} clients", total=int(seconds))
-        row = bench_load(model=model, clients=clients, seconds=seconds, on_second=lambda: progress.advance(task))
-    write_rows(out, [row])
-    console.print(f"{row.summary()}\nRow: {out}", highlight=False, soft_wrap=True)
-    problem = row.problem()
-    if problem is not None:
-        raise ValueError(f"the server did not hold out: {problem}")
-
-
 @app.command("table")
 def bench_table_command(
     rows_file: Annotated[Path, typer.Argument(help="CSV file that `sima bench cpu` wrote.")] = BENCH_FOLDER / "cpu.csv",
@@ -200,75 +175,3 @@ def bench_table_command(
 
     rows = read_rows(rows_file, CpuRow)
     print("\n\n".join(cpu_table(rows, threads, direction).markdown() for direction in (FORWARD, TRAINING)))
-
-
-@app.command("knn")
-def bench_knn_command(
-    bank: Annotated[
-        int | None, typer.Option(help="Images in the bank.", min=1, show_default="1281167; CPU 20000")
-    ] = None,
-    dim: Annotated[int | None, typer.Option(help="Channels of a feature.", min=1, show_default="384; CPU 64")] = None,
-    queries: Annotated[
-        int | None, typer.Option(help="Images to classify.", min=1, show_default="50000; CPU 1000")
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    out: RowsFile = BENCH_FOLDER / "knn_speed.csv",
-) -> None:
-    """20-NN on synthetic features, the bank read from a file in blocks and held in memory: time and memory."""
-    from sima_attn._devices import resolve_device
-    from sima_attn.bench.knn import SIZES, Size, bench_knn, knn_speed_table
-    from sima_attn.report.rows import write_rows
-
-    device = resolve_device(device)
-    usual = SIZES[device]
-    size = Size(*(given or number for given, number in zip((bank, dim, queries), usual, strict=True)))
-    with progress_bar() as bar:
-        task = bar.add_task("starting", total=None)
-        rows = bench_knn(
-            size,
-            device=device,
-            on_step=lambda what, done, total: bar.update(task, description=what, completed=done, total=total),
-        )
-    write_rows(out, rows)
-    print_table(knn_speed_table(rows), f"20-NN and its vote, features in half precision, {rows[0].device}")
-    console.print(f"Rows: {out}", highlight=False, soft_wrap=True)
-
-
-@app.command("dino")
-def bench_dino_command(
-    names: Annotated[
-        list[str] | None,
-        typer.Option("--only", metavar="RUN", help="A run of `sima reproduce dino`.", show_default="sima, xca, vit"),
-    ] = None,
-    epochs: Annotated[int, typer.Option(min=2, help="Epochs of the digits, 11 steps each.")] = 6,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A setting of the recipe miniature.")
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    out: RowsFile = BENCH_FOLDER / "dino_step.csv",
-) -> None:
-    """A step of DINO: plain, recorded as a CUDA graph, compiled, and both.
-
-    It is for a GPU: on a CPU, where nothing is recorded, it takes an hour.
-    """
-    from sima_attn._devices import resolve_device
-    from sima_attn.bench.dino_step import RUNS, bench_dino_step, dino_step_table, ways_on
-    from sima_attn.report.rows import write_rows
-
-    device = resolve_device(device)
-    chosen = list(dict.fromkeys(names or RUNS))
-    rows = []
-    with progress_bar() as bar:
-        task = bar.add_task("starting", total=len(chosen) * len(ways_on(device)))
-        for row in bench_dino_step(
-            device=device,
-            names=chosen,
-            epochs=epochs,
-            settings=overrides or (),
-            on_start=lambda what: bar.update(task, description=what),
-        ):
-            rows.append(row)
-            write_rows(out, rows)  # one by one: what was measured is kept, whatever comes
-            bar.advance(task)
-    print_table(dino_step_table(rows), f"A step of DINO, batch {rows[0].batch}, {rows[0].device}")
-    console.print(f"Rows: {out}", highlight=False, soft_wrap=True)

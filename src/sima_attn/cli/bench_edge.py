@@ -39,7 +39,8 @@ def bench_edge_command(
     seconds: Seconds = 20.0,
 ) -> None:
     """Whole models against their SimA twins in ONNX Runtime and OpenVINO: time, memory, size."""
-    from sima_attn.bench.edge import FAMILIES, bench_edge, check_choice, edge_table, is_busy, plot_edge
+    from sima_attn.bench.edge import FAMILIES, bench_edge, check_choice, edge_table, is_busy
+    from sima_attn.bench.figures import plot_edge
     from sima_attn.export.onnx import check_installed
     from sima_attn.report.figures import check_can_plot
     from sima_attn.report.rows import write_rows

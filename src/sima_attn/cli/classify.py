@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
@@ -15,7 +15,7 @@ from sima_attn.data.images import find_photos, open_photos
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from sima_attn.explain.subject import Subject
+    from sima_attn.models.loading import LoadedModel
     from sima_attn.train.recipes import Recipe
 
 app = typer.Typer()
@@ -36,43 +36,28 @@ def classify_command(
     """What is in a photo: the most likely classes. A photo that cannot be read is named and left out."""
     device = resolve_device(device)
     files = find_photos(photos)
-    subject = trained_subject(model, device=device)
-    for path, photo in open_photos(files, say=teller()):
-        print_classes(path.name, top_classes(subject, photo, top))
+    from sima_attn.models.loading import load_model
 
-
-def trained_subject(model: str | None, *, device: str = "cpu") -> Subject:
-    """The model to classify with; one whose weights are random is an error."""
-    from sima_attn.explain.subject import load_subject
-
-    subject = load_subject(model, device=device)
-    if not subject.trained:
+    loaded = load_model(model, device=device)
+    if not loaded.trained:
         what = f"{model} has no trained weights" if model else "no weights come with this version of the package"
         raise ValueError(f"{what}: train a model with `sima train` and give its folder with --model")
-    return subject
+    for path, photo in open_photos(files, say=teller()):
+        print_classes(path.name, top_classes(loaded, photo, top))
 
 
-def top_classes(subject: Subject, photo: Image, count: int) -> list[tuple[str, float]]:
+def top_classes(loaded: LoadedModel, photo: Image, count: int) -> list[tuple[str, float]]:
     """The most likely classes of a photo and how likely they are, prepared as in evaluation."""
     import torch
 
     from sima_attn.data.loader import evaluation_transform
-    from sima_attn.data.settings import Data
 
-    cfg: Any = getattr(subject.model, "pretrained_cfg", None) or {}
-    settings: dict[str, Any] = {
-        "size": subject.size,
-        "mean": subject.mean,
-        "std": subject.std,
-        "crop_ratio": cfg.get("crop_pct") or 1.0,
-        "interpolation": cfg.get("interpolation") or "bicubic",
-    }
-    transform = evaluation_transform(Data("", **settings))
+    transform = evaluation_transform(loaded.preprocessing)
     with torch.no_grad():
-        image = transform(photo)[None].to(next(subject.model.parameters()).device)  # [1, 3, size, size]
-        likely = subject.model(image)[0].float().softmax(0)  # [K]
+        image = transform(photo)[None].to(next(loaded.model.parameters()).device)  # [1, 3, size, size]
+        likely = loaded.model(image)[0].float().softmax(0)  # [K]
     values, places = likely.topk(min(count, len(likely)))
-    return [(subject.class_name(k), value) for k, value in zip(places.tolist(), values.tolist(), strict=True)]
+    return [(loaded.class_name(k), value) for k, value in zip(places.tolist(), values.tolist(), strict=True)]
 
 
 def print_classes(title: str, classes: list[tuple[str, float]]) -> None:
@@ -102,16 +87,18 @@ def ship_command(
 
     from sima_attn._settings import to_dict
     from sima_attn.data.sources import class_words
+    from sima_attn.models.loading import load_model
     from sima_attn.models.pretrained import Card, check_same_model, in_half, save_shipped
-    from sima_attn.train.evaluate import evaluate, file_of_run, load_trained
+    from sima_attn.models.weight_files import weights_of_run
+    from sima_attn.train.evaluate import evaluate
     from sima_attn.train.run import RunFolder
 
     device = resolve_device(device)
     recipe = RunFolder(run).read_recipe()
-    average = recipe.run.ema is not None if ema is None else ema
-    shipped = file_of_run(run, ema=average)
+    branch = "ema" if (recipe.run.ema is not None if ema is None else ema) else None
+    shipped = weights_of_run(run, branch=branch)
     epochs = epochs_made(shipped, run, recipe)
-    loaded = load_trained(shipped, ema=average)
+    loaded = load_model(shipped, branch=branch)
     weights = in_half(loaded.model.state_dict())
     loaded.model.load_state_dict(weights)  # the accuracy is to be that of the rounded weights
     settings = to_dict(recipe)

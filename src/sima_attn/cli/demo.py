@@ -44,7 +44,8 @@ def demo(
 
 def compare_twins(out: Path) -> None:
     """Train both on the digits; print them side by side, and leave rows, curves and a figure."""
-    from sima_attn.bench.demo import plot_twins, train_twins, twins_table
+    from sima_attn.bench.demo import train_twins, twins_table
+    from sima_attn.bench.figures import plot_twins
     from sima_attn.report.figures import check_can_plot
     from sima_attn.report.rows import write_rows
 
@@ -72,9 +73,10 @@ def look_at_photos(out: Path) -> None:
 
     from PIL import Image
 
-    from sima_attn.cli.classify import print_classes, top_classes, trained_subject
+    from sima_attn.cli.classify import print_classes, top_classes
     from sima_attn.explain.gallery import Gallery
-    from sima_attn.explain.subject import shipped_models
+    from sima_attn.explain.photo_model import load_photo_model
+    from sima_attn.models.pretrained import shipped_models
 
     if not shipped_models():
         console.print("No trained weights come with this version, so there are no photos to classify yet.")
@@ -84,16 +86,16 @@ def look_at_photos(out: Path) -> None:
         return
     from skimage import data
 
-    subject = trained_subject(None)
+    model = load_photo_model()
     console.print(
-        f"Classifying two photos of scikit-image with {subject.name}, the trained model in this package:",
+        f"Classifying two photos of scikit-image with {model.name}, the trained model in this package:",
         highlight=False,
         soft_wrap=True,
     )
     photos = {name: Image.fromarray(getattr(data, name)()) for name in PHOTOS}
     for name, photo in photos.items():
-        print_classes(f"{name} ({PHOTOS[name]})", top_classes(subject, photo, 5))
-    drawn = Gallery([subject]).write_one(photos[DRAWN], DRAWN, out / "heatmap.png")
+        print_classes(f"{name} ({PHOTOS[name]})", top_classes(model, photo, 5))
+    drawn = Gallery([model]).write_one(photos[DRAWN], DRAWN, out / "heatmap.png")
     console.print(f"Heat map of {DRAWN}: {drawn}", highlight=False, soft_wrap=True)
 
 

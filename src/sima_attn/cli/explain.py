@@ -13,7 +13,7 @@ from sima_attn.cli._shared import console, print_table, progress_bar, teller
 from sima_attn.data.images import find_photos, unlike
 
 if TYPE_CHECKING:
-    from sima_attn.explain import Subject
+    from sima_attn.explain import PhotoModel
 
 app = typer.Typer()
 group = typer.Typer(help="Look inside: one token's effect, numbers of the attention, a deletion test.")
@@ -55,10 +55,10 @@ def heatmap_command(
 ) -> None:
     """Draw where a model looks: the size of its queries and keys over the photo."""
     layers = _layers(layer)
-    subjects = _load([model, *(compare or [])], device)
+    loaded = _load([model, *(compare or [])], device)
     from sima_attn.explain.gallery import Gallery
 
-    gallery = Gallery(subjects, layers, of or ("q", "k"), size, opacity, cell)
+    gallery = Gallery(loaded, layers, of or ("q", "k"), size, opacity, cell)
     files = find_photos(photos)
     with progress_bar() as progress:
         task = progress.add_task("reading", total=len(files))
@@ -88,11 +88,11 @@ def effect_command(
 ) -> None:
     """Draw what one patch takes from all others: red adds, blue takes away."""
     place = _patch(patch)
-    subjects = _load([model, *(compare or [])], device)
+    loaded = _load([model, *(compare or [])], device)
     from sima_attn.explain.gallery import write_effect
 
     target = out or Path("runs/heatmaps") / f"{photo.stem}_effect.png"
-    _say_written([write_effect(subjects, photo, target, patch=place, layer=layer, size=size, cell=cell)])
+    _say_written([write_effect(loaded, photo, target, patch=place, layer=layer, size=size, cell=cell)])
 
 
 @group.command("statistics")
@@ -108,7 +108,7 @@ def statistics_command(
     from sima_attn.report.figures import check_can_plot
 
     check_can_plot()
-    subjects = _load([model, *(compare or [])], device)
+    loaded = _load([model, *(compare or [])], device)
     from sima_attn.explain.effects import AttentionRow, attention_statistics
     from sima_attn.explain.figures import plot_statistics
     from sima_attn.explain.gallery import read_photos
@@ -119,11 +119,11 @@ def statistics_command(
     rows: list[AttentionRow] = []
     names: list[str] = []
     with progress_bar() as progress:
-        task = progress.add_task("reading", total=len(files) * len(subjects))
-        for subject in subjects:
+        task = progress.add_task("reading", total=len(files) * len(loaded))
+        for one in loaded:
             say = (lambda line: None) if rows else teller(progress.console)  # what is broken is told once
-            readings = read_photos(subject, files, size, say=say, on_photo=lambda path: progress.advance(task))
-            rows += attention_statistics(readings, unlike(subject.name, names))
+            readings = read_photos(one, files, size, say=say, on_photo=lambda path: progress.advance(task))
+            rows += attention_statistics(readings, unlike(one.name, names))
     write_rows(out / "statistics.csv", rows)
     plot_statistics(rows, out / "statistics.png")
     header = ["model", "layer", "negative", "largest channel", "1/D"]
@@ -152,7 +152,7 @@ def deletion_command(
 
     check_can_plot()
     layers = _layers(layer)
-    (subject,) = _load([model], device)
+    (loaded,) = _load([model], device)
     from sima_attn.explain.deletion import deletion_test, validation_batches
     from sima_attn.explain.figures import plot_deletion
     from sima_attn.explain.reading import PARTS, read_attention
@@ -162,16 +162,16 @@ def deletion_command(
     parts = of or PARTS
     with progress_bar() as progress:
         task = progress.add_task("opening the data", total=None)
-        batches = validation_batches(subject, data, images=images, batch=batch, say=teller(progress.console))
-        maps = len(parts) * (len(read_attention(subject.model, batches[0][0][:1]).layers) if layers is None else 1)
+        batches = validation_batches(loaded, data, images=images, batch=batch, say=teller(progress.console))
+        maps = len(parts) * (len(read_attention(loaded.model, batches[0][0][:1]).layers) if layers is None else 1)
         progress.update(task, description="hiding patches", total=maps * sum(len(labels) for _, labels in batches))
         rows = deletion_test(
-            subject.model,
+            loaded.model,
             batches,
             of=parts,
             layers=layers,
             steps=steps,
-            name=subject.name,
+            name=loaded.name,
             on_map=lambda count: progress.advance(task, count),
         )
     write_rows(out / "deletion.csv", rows)
@@ -189,20 +189,20 @@ def deletion_command(
     _say_written([out / "deletion.csv", out / "deletion.png"])
 
 
-def _load(models: list[str | None], device: str) -> list["Subject"]:
+def _load(models: list[str | None], device: str) -> list["PhotoModel"]:
     """The models by what the user calls them; one without weights is said to be so."""
     missing = [name for name in ("PIL",) if find_spec(name) is None]
     if missing:
         raise ValueError("pictures need Pillow, which is not installed: pip install 'sima-attn[train]'")
     with Console(stderr=True).status("loading"):
-        from sima_attn.explain.subject import UNTRAINED, load_subject
+        from sima_attn.explain.photo_model import UNTRAINED, load_photo_model
 
         device = resolve_device(device)
-        subjects = [load_subject(name, device=device) for name in models]
-    for subject in subjects:
-        if not subject.trained:
-            Console(stderr=True).print(f"[yellow]note:[/yellow] {escape(subject.name)} {UNTRAINED}", highlight=False)
-    return subjects
+        loaded = [load_photo_model(name, device=device) for name in models]
+    for one in loaded:
+        if not one.trained:
+            Console(stderr=True).print(f"[yellow]note:[/yellow] {escape(one.name)} {UNTRAINED}", highlight=False)
+    return loaded
 
 
 def _layers(text: str) -> list[int] | None:

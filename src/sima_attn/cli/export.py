@@ -1,5 +1,6 @@
 """`sima export` and `sima quantize`: a model as an ONNX file, in float32 and in int8."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,9 +11,8 @@ from sima_attn.cli._shared import console, print_table, progress_bar, teller
 from sima_attn.data.images import find_photos, open_photos
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from sima_attn.export.preprocessing import Preprocessing
+    from sima_attn.models.loading import LoadedModel
+    from sima_attn.models.preprocessing import Preprocessing
 
 app = typer.Typer()
 
@@ -48,27 +48,25 @@ def export_command(
         from sima_attn.export.onnx import check_installed, export_onnx
 
         check_installed()
-        module, side, prepare, classes, weights = load_model(model, checkpoint, pretrained, size)
-        names = _read_labels(labels) if labels is not None else classes
-        given: dict[str, Any] = {}
-        if images is not None:
-            if prepare is None:
-                raise ValueError(f"{model} does not say how its images are prepared: leave --images away")
-            given["check_images"] = _read_images(images, prepare, preprocess)
+        from sima_attn.models.loading import load_model
+
+        loaded = load_model(model, weights=checkpoint, pretrained=pretrained)
+        prepare = replace(loaded.preprocessing, size=size or loaded.preprocessing.size)
         report = export_onnx(
-            module,
+            loaded.model,
             out,
-            input_size=side,
+            input_size=prepare.size,
             dynamic=tuple(filter(None, dynamic.split(","))),
             order=order,
             preprocessing=preprocess,
             prepare=prepare,
-            labels=names,
+            labels=_read_labels(labels) if labels is not None else _labels(loaded),
+            check_images=_read_images(images, prepare, preprocess) if images is not None else None,
             fail_on_exp=fail_on_exp,
-            name=model if weights == "random" else Path(model).name,
-            **given,
+            name=loaded.name,
         )
     *facts, last = report.lines()
+    weights = checkpoint or ("those of the package" if pretrained else model if loaded.trained else "random")
     for fact in [*facts, f"weights: {weights}"]:
         console.print(fact, highlight=False, soft_wrap=True)
     console.print(f"[bold]{last}[/bold]", highlight=False, soft_wrap=True)
@@ -138,44 +136,17 @@ def quantize_command(
 def _exported_run(folder: Path) -> Path:
     """The model of a run as RUN/model.onnx, its batch open: images are then compared many at once."""
     from sima_attn.export.onnx import export_onnx
+    from sima_attn.models.loading import load_model
 
-    module, side, prepare, classes, _ = load_model(str(folder), None, False, None)
-    path = folder / "model.onnx"
-    export_onnx(module, path, input_size=side, dynamic=("batch",), prepare=prepare, labels=classes, name=folder.name)
+    loaded = load_model(folder)
+    path, how = folder / "model.onnx", loaded.preprocessing
+    options: dict[str, Any] = {"dynamic": ("batch",), "prepare": how, "labels": _labels(loaded), "name": loaded.name}
+    export_onnx(loaded.model, path, input_size=how.size, **options)
     return path
 
 
-def load_model(
-    what: str, checkpoint: Path | None, pretrained: bool, size: int | None
-) -> "tuple[nn.Module, int, Preprocessing | None, list[str] | None, str]":
-    """Model, image side, how its images are prepared, class names, and where its weights are from."""
-    import timm
-
-    import sima_attn.models  # noqa: F401  registers our names with timm
-    from sima_attn.export.onnx import class_names
-    from sima_attn.export.preprocessing import Preprocessing
-
-    if checkpoint is not None and pretrained:
-        raise ValueError("--checkpoint and --pretrained both name weights: give one of them")
-    if not timm.is_model(what):
-        if checkpoint is not None or pretrained:
-            raise ValueError(f"--checkpoint and --pretrained go with the name of a model, got {what}")
-        from sima_attn.train.evaluate import load_trained
-
-        module, data, classes = load_trained(what)
-        side = size or data.size
-        prepare = Preprocessing(side, data.mean, data.std, data.crop_ratio, data.interpolation)
-        return module, side, prepare, classes, str(what)
-    module = timm.create_model(what, pretrained=pretrained)
-    weights = "those of the package" if pretrained else "random"
-    if checkpoint is not None:
-        from sima_attn.models import load_official
-
-        load_official(module, checkpoint)
-        weights = str(checkpoint)
-    config: Any = getattr(module, "pretrained_cfg", {})
-    side = size or config.get("input_size", (3, 224, 224))[-1]
-    return module, side, Preprocessing.of_model(module, side), class_names(module), weights
+def _labels(loaded: "LoadedModel") -> list[str] | None:
+    return None if loaded.classes is None else [loaded.words.get(name, name) for name in loaded.classes]
 
 
 def _read_labels(path: Path) -> list[str]:
@@ -187,6 +158,8 @@ def _read_labels(path: Path) -> list[str]:
 def _read_images(folder: Path, prepare: "Preprocessing", raw: bool) -> Any:
     import numpy as np
 
-    transform = prepare.transform()
+    from sima_attn.data.loader import evaluation_transform
+
+    transform = evaluation_transform(prepare)
     photos = open_photos(find_photos([folder]), say=teller())
     return [np.asarray(photo) if raw else transform(photo).numpy() for _, photo in photos]

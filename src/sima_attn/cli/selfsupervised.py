@@ -102,7 +102,7 @@ def knn_command(
 ) -> None:
     """k-NN accuracy of frozen features: the val images among the training images."""
     from sima_attn._errors import unknown_name
-    from sima_attn._settings import above_zero
+    from sima_attn._settings import PositiveFloat, check_value
     from sima_attn.data.sources import class_words
     from sima_attn.probe.feature_map import MAPS, plot_feature_map
     from sima_attn.probe.features import load_backbone
@@ -113,7 +113,7 @@ def knn_command(
 
     if method not in MAPS:
         raise unknown_name("map", method, MAPS)
-    above_zero({"the temperature": temperature})
+    check_value(temperature, PositiveFloat, "the temperature")
     for figure in (picture, map_):
         if figure is not None:
             check_can_plot(figure)
@@ -179,7 +179,7 @@ def linear_command(
     from dataclasses import replace
 
     from sima_attn._errors import unknown_name
-    from sima_attn._settings import above_zero
+    from sima_attn._settings import PositiveFloat, check_value
     from sima_attn.probe.features import LayerFeatures, load_backbone
     from sima_attn.probe.linear import train_linear
     from sima_attn.report.rows import write_rows
@@ -187,7 +187,7 @@ def linear_command(
     if features not in ("layers", "output"):
         raise unknown_name("features", features, ("layers", "output"))
     if lr is not None:
-        above_zero({"--lr": lr})
+        check_value(lr, PositiveFloat, "--lr")
     if features == "output" and (layers is not None or not norm):
         raise ValueError("--layers and --no-norm are of --features layers; the output is what the model gives")
     device = resolve_device(device)
@@ -229,12 +229,10 @@ class _Taking:
     ) -> None:
         from dataclasses import replace
 
-        from sima_attn.models.pretrained import weights_file
-
         self.path = data if data is not None else backbone.data.path
         if not self.path:
             raise ValueError(f"{model} is a registered model: say with --data which images to take")
-        if not backbone.data.path and not weights_file(model).is_file():
+        if not backbone.trained:
             teller()(f"{model} comes without weights: these are the features of random ones")
         self.workers = workers
         changes: dict[str, Any] = {"size": size, "workers": workers}

@@ -43,15 +43,15 @@ def serve_command(
     check_installed()
     err = Console(stderr=True)
     with err.status("loading"):
-        from sima_attn.explain.subject import UNTRAINED, load_subject
+        from sima_attn.explain.photo_model import UNTRAINED, load_photo_model
         from sima_attn.serve.limits import Limits
 
         device = resolve_device(device)
-        subject = load_subject(model, device=device)
-    err.print(f"{escape(subject.name)}, {subject.size} px, {device}", highlight=False)
-    if not subject.trained:
-        err.print(f"[yellow]note:[/yellow] {escape(subject.name)} {UNTRAINED}", highlight=False)
+        loaded = load_photo_model(model, device=device)
+    err.print(f"{escape(loaded.name)}, {loaded.size} px, {device}", highlight=False)
+    if not loaded.trained:
+        err.print(f"[yellow]note:[/yellow] {escape(loaded.name)} {UNTRAINED}", highlight=False)
     if host not in ("127.0.0.1", "::1", "localhost"):
         err.print(f"[yellow]note:[/yellow] {escape(host)} can be reached from other machines", highlight=False)
     limits = Limits(queue=queue, seconds=timeout)
-    serve(subject, host=host, port=port, samples=samples, limits=limits, onnx=onnx, onnxruntime_web=onnxruntime_web)
+    serve(loaded, host=host, port=port, samples=samples, limits=limits, onnx=onnx, onnxruntime_web=onnxruntime_web)

@@ -14,7 +14,7 @@ from sima_attn._devices import resolve_device
 from sima_attn.cli._shared import console, print_table, teller
 
 if TYPE_CHECKING:
-    from sima_attn.train.engine import Finished
+    from sima_attn.train.engine import RunSummary
 
 app = typer.Typer()
 MOST_SHOWN = 12  # classes whose confusions fit on a screen
@@ -55,7 +55,7 @@ def resolved(
     return with_overrides(base, [*(overrides or []), *given])
 
 
-def say_finished(finished: "Finished", folder: Path, what: str, form: str = ".4g") -> None:
+def say_finished(finished: "RunSummary", folder: Path, what: str, form: str = ".4g") -> None:
     """What a run came to; torchrun's other processes have nothing to add."""
     if os.environ.get("RANK", "0") != "0":
         return
@@ -133,20 +133,22 @@ def eval_command(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
 ) -> None:
     """Top-1 and top-5 of a model on the val images, at any size, with and without token_ref."""
-    from sima_attn.models.pretrained import weights_file
+    from sima_attn.data.settings import Data
+    from sima_attn.models.loading import load_model
     from sima_attn.report.rows import processor_name, write_rows
     from sima_attn.report.tables import TextTable
-    from sima_attn.train.evaluate import evaluate, load_trained
+    from sima_attn.train.evaluate import evaluate
 
     device = resolve_device(device)
-    loaded = load_trained(model, ema=ema)
-    if data is None and not loaded.data.path:
+    loaded = load_model(model, branch="ema" if ema else None)
+    trained = Data.of_model(loaded)
+    if data is None and not trained.path:
         raise ValueError(f"{model} is a registered model: say with --data which images to evaluate it on")
     has_sima = any(hasattr(module, "token_ref") for module in loaded.model.modules())
     say = teller()
     results = []
-    for side in dict.fromkeys(size or [loaded.data.size]):
-        both = has_sima and side != loaded.data.size
+    for side in dict.fromkeys(size or [trained.size]):
+        both = has_sima and side != trained.size
         for use in [token_ref] if token_ref is not None else [False, True] if both else [False]:
             options = {"size": side, "token_ref": use, "batch": batch, "workers": workers, "device": device}
             with Console(stderr=True).status(f"{side} px"):
@@ -157,7 +159,7 @@ def eval_command(
     ]
     table = TextTable(["px", "token_ref", "top-1", "top-5", "loss", "images"], lines, set())
     print_table(table, title=escape(model))
-    if not loaded.data.path and not weights_file(model).is_file():
+    if not loaded.trained:
         say(f"{model} comes without weights: this is chance")
     last = results[-1]
     if len(last.rows) <= MOST_SHOWN:

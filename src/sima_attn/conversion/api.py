@@ -8,33 +8,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sima_attn.conversion.huggingface import convert_pretrained, is_pretrained_model
-from sima_attn.conversion.modules import (
-    SAME_FUNCTION,
-    Exchange,
-    Refused,
-    exchange,
-    is_convertible,
-    looks_like_attention,
-    restore,
-)
-from sima_attn.conversion.report import SAME_NOTE, ConversionReport, Converted, Skipped
+from sima_attn.conversion.huggingface import calls_interface, example_pixels, is_pretrained_model, recorded_callers
+from sima_attn.conversion.modules import SAME_FUNCTION, Exchange, Refused, looks_like_attention
+from sima_attn.conversion.placing import CONVERTED, can_be_placed, place
+from sima_attn.conversion.report import SAME_NOTE, ConversionReport, Skipped
 from sima_attn.conversion.trial import called_modules, example_image
 from sima_attn.nn import Attention, SimClassAttention, SimCrossAttention, SimMultiheadAttention, attention_class
 
 Where = Callable[[str, nn.Module], bool]
 SIMA_FORMS = (SimClassAttention, SimCrossAttention, SimMultiheadAttention)  # beside the registered ones
-# Where torch keeps what a user has hung on a module.
-HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-    "_is_full_backward_hook",
-)
 
 
 def convert(
@@ -48,7 +30,7 @@ def convert(
 
     Args:
         model: The model, or any module that holds attentions.
-        attention: Name of a registered attention. transformers' models and `torch.nn.MultiheadAttention` take
+        attention: Name of a registered attention. `torch.nn.MultiheadAttention` and attentions of transformers take
             "sima" only.
         where: `where(path, module)` returns False for attentions to leave alone.
         example_inputs: Inputs of one forward, by which the conversion is proven: a tensor, a tuple, or a dict of
@@ -67,21 +49,15 @@ def convert(
         raise TypeError(f"where must be a function of path and module that returns True or False, got {where!r}")
     attention_class(attention)  # an unknown name is an error
     report = ConversionReport(type(model).__name__, attention)
-    if is_pretrained_model(model):
-        pretrained: Any = model
-        convert_pretrained(
-            pretrained, attention, where=where, example_inputs=example_inputs, options=options, report=report
-        )
-    else:
-        try:
-            _convert_modules(model, attention, where, options, report)
-            if report.converted:
-                _prove(model, example_image(model) if example_inputs is None else example_inputs, report)
-        except BaseException as error:
-            report.undo()  # all of it or nothing
-            if isinstance(error, TypeError) and options:
-                raise ValueError(f"{attention!r} cannot be built with the options {options}: {error}") from error
-            raise
+    try:
+        _convert_modules(model, attention, where, options, report)
+        if report.converted:
+            _prove(model, _example_inputs(model) if example_inputs is None else example_inputs, report)
+    except BaseException as error:
+        report.undo()  # all of it or nothing
+        if isinstance(error, TypeError) and options:
+            raise ValueError(f"{attention!r} cannot be built with the options {options}: {error}") from error
+        raise
     if not report.converted:
         if report.skipped and all(one.reason == _already(attention) for one in report.skipped):
             raise ValueError(f"the attentions of this {type(model).__name__} are {attention!r} already")
@@ -95,55 +71,48 @@ def convert(
 def _convert_modules(
     model: nn.Module, attention: str, where: Where | None, options: dict[str, Any], report: ConversionReport
 ) -> None:
-    swaps: dict[nn.Module, Exchange] = {}
+    exchanged: dict[nn.Module, Exchange] = {}
+    holds_pretrained = any(is_pretrained_model(module) for module in model.modules())
+    if holds_pretrained:
+        from sima_attn.conversion.saved import write_marks
+
+        report._undo.append(partial(write_marks, model))  # the first, so that it is done after the others
     for path, module in list(model.named_modules(remove_duplicate=False)):  # a shared attention has several paths
         kind = type(module).__name__
-        if not is_convertible(module):
+        if CONVERTED in vars(module) or not can_be_placed(module):
             reason = _why_not_convertible(module, attention)
-            if reason is not None:
+            if reason is not None and not any(path.startswith(f"{one.path}.") for one in report.converted):
                 report.skipped.append(Skipped(path, kind, reason))
             continue
         if where is not None and not where(path, module):
             report.skipped.append(Skipped(path, kind, "`where` left it out"))
             continue
         try:
-            swap = swaps.get(module) or exchange(path, module, attention, options)
+            placement = place(model, path, attention, options, exchanged)
         except Refused as refused:
             report.skipped.append(Skipped(path, kind, str(refused)))
             continue
-        if not path:
-            raise ValueError(f"the model itself is a {kind}: wrap it in a module, which can hold the converted one")
-        swaps[module] = swap
-        own_parts = set(module.modules())
-        for part in swap.module.modules():
-            if part not in own_parts:  # what both hold keeps its mode
-                part.training = module.training
-        for name in HOOKS:  # the same tables, so that a hook's handle removes it from both
-            setattr(swap.module, name, getattr(module, name))
-        model.set_submodule(path, swap.module)
-        report._undo.append(partial(_put_back, model, path, module, swap))
-        report.converted.append(Converted(path, kind, type(swap.module).__name__, swap.kept, swap.dropped))
+        report.converted.append(placement.converted)
+        report._checks.append(placement.check)
+        report._undo.append(placement.undo)
     _switch_nested_tensors_off(model, report)
-
-
-def _put_back(model: nn.Module, path: str, old: nn.Module, swap: Exchange) -> None:
-    try:
-        there = model.get_submodule(path)
-    except AttributeError:
-        there = None
-    if there is not swap.module:
-        raise ValueError(f"{path} is not the converted attention any more: undo what was done to it or around it first")
-    restore(old, swap)
-    model.set_submodule(path, old)
+    if holds_pretrained and report.converted:
+        write_marks(model)
 
 
 def _why_not_convertible(module: nn.Module, attention: str) -> str | None:
     """Why a module that looks like an attention stays as it is; None for any other module."""
+    if calls_interface(module):
+        return _already("sima")
     if isinstance(module, (Attention, *SIMA_FORMS)):
         is_wanted = isinstance(module, (attention_class(attention), *(SIMA_FORMS if attention == "sima" else ())))
         own = f"it is a {type(module).__name__} of this package, which is not converted; build the model with "
         return _already(attention) if is_wanted else f"{own}attention={attention!r}"
-    return "this class is not known to the converter" if looks_like_attention(module) else None
+    if not looks_like_attention(module):
+        return None
+    if type(module).__module__.startswith("transformers."):
+        return "it does not call transformers' attention interface"
+    return "this class is not known to the converter"
 
 
 def _already(attention: str) -> str:
@@ -156,14 +125,16 @@ def _prove(model: nn.Module, inputs: Any, report: ConversionReport) -> None:
         return
     converted = {one.path: model.get_submodule(one.path) for one in report.converted}
     try:
-        called = called_modules(model, inputs, converted.values())
+        with recorded_callers() as callers:
+            called = called_modules(model, inputs, converted.values())
     except Exception as error:
         shown = f"an image of {list(inputs.shape)}" if isinstance(inputs, Tensor) else "its example_inputs"
         raise ValueError(
             f"the converted {type(model).__name__} does not run on {shown} ({type(error).__name__}: {error}); pass "
-            "example_inputs, inputs that it takes"
+            "example_inputs, inputs that it takes, or leave out with `where` what cannot be converted"
         ) from error
-    idle = [path for path, module in converted.items() if module not in called]
+    # A module of transformers that runs, and calls another attention than ours, is idle too.
+    idle = [path for path, one in converted.items() if one not in (callers if calls_interface(one) else called)]
     if idle:
         raise ValueError(
             f"converted attentions did not run in one forward of the model: {', '.join(idle)}. Either what is around "
@@ -171,6 +142,10 @@ def _prove(model: nn.Module, inputs: Any, report: ConversionReport) -> None:
             "not reach them (pass other example_inputs, or leave them out with `where`)"
         )
     report.proven = True
+
+
+def _example_inputs(model: nn.Module) -> Any:
+    return example_pixels(model) if is_pretrained_model(model) else example_image(model)
 
 
 def _switch_nested_tensors_off(model: nn.Module, report: ConversionReport) -> None:

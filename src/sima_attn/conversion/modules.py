@@ -15,6 +15,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.prune import BasePruningMethod
 
+from sima_attn.conversion.mixins import Mixin, with_mixin
 from sima_attn.nn import SimClassAttention, SimMultiheadAttention, attention_class
 
 
@@ -142,7 +143,7 @@ def _class_attention(old: Any, attention: str, options: dict[str, Any]) -> Excha
     """CaiT's and XCiT's class attention."""
     if attention != "sima":
         raise Refused(f"class attention has a SimA form, but none of {attention!r}")
-    known = _only(options, ("token_ref",))
+    known = only(options, ("token_ref",))
     new = SimClassAttention(old.q.in_features, old.num_heads, attn_drop=old.attn_drop.p, **known, **_factory(old.q))
     new.q, new.k, new.v, new.proj, new.proj_drop = old.q, old.k, old.v, old.proj, old.proj_drop
     return _carried(old, new)
@@ -189,7 +190,7 @@ def _multihead(old: nn.MultiheadAttention, attention: str, options: dict[str, An
         raise Refused("its keys or values have another width than its queries")
     if old.bias_k is not None or old.add_zero_attn:
         raise Refused("it adds a key of its own (add_bias_kv or add_zero_attn), which would enter the norm of K")
-    known = _only(options, ("order", "token_ref", "eps"))
+    known = only(options, ("order", "token_ref", "eps"))
     new = SimMultiheadAttention(
         old.embed_dim,
         old.num_heads,
@@ -202,7 +203,7 @@ def _multihead(old: nn.MultiheadAttention, attention: str, options: dict[str, An
     return _carried(old, new)
 
 
-class BeitCall:
+class BeitCall(Mixin):
     """BEiT blocks hand a shared position bias to their attention; there must be none."""
 
     def forward(self, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
@@ -212,7 +213,7 @@ class BeitCall:
         return super().forward(x)  # type: ignore[misc]
 
 
-class PvtCall:
+class PvtCall(Mixin):
     """PVT v2 blocks hand the size of the map to their attention, which shrinks it for keys and values."""
 
     def forward(self: Any, x: Tensor, feat_size: tuple[int, int]) -> Tensor:
@@ -229,15 +230,15 @@ class PvtCall:
         return self.join(self.core(q, k, v))
 
 
-def _new_attention(old: Any, attention: str, options: dict[str, Any], mixin: type | None = None) -> Any:
+def _new_attention(old: Any, attention: str, options: dict[str, Any], mixin: type[Mixin] | None = None) -> Any:
     """An attention of the width and heads of the old one, which takes over its projections."""
-    cls = attention_class(attention, **options)
+    cls = attention_class(attention)
     if cls.ties_qk:
         raise Refused(f"{attention!r} has one projection for queries and keys, this attention has two")
     if mixin is not None:
-        cls = type(cls.__name__, (mixin, cls), {"__doc__": cls.__doc__})
+        cls = with_mixin(mixin, cls)
     drop = {"attn_drop": old.attn_drop.p} if cls.can_drop_attention else {}
-    new = cls(old.proj.out_features, old.num_heads, **drop, **_factory(old.proj))
+    new: Any = cls(old.proj.out_features, old.num_heads, **drop, **_factory(old.proj), **options)
     if hasattr(old, "qkv"):
         new.qkv = old.qkv
     new.proj, new.proj_drop = old.proj, old.proj_drop
@@ -261,7 +262,8 @@ def _carried(old: Any, new: nn.Module, copied: tuple[str, ...] = ()) -> Exchange
     return Exchange(new, kept, tuple(lost), _placement(new))
 
 
-def _only(options: dict[str, Any], allowed: tuple[str, ...]) -> dict[str, Any]:
+def only(options: dict[str, Any], allowed: tuple[str, ...]) -> dict[str, Any]:
+    """The options, where all of them are allowed."""
     if set(options) - set(allowed):
         raise Refused(f"of the options {sorted(options)} it takes {', '.join(allowed)} only")
     return options

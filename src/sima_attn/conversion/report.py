@@ -42,10 +42,19 @@ class ConversionReport:
     skipped: list[Skipped] = field(default_factory=list)
     note: str = NOTE
     proven: bool = False  # the converted attentions were seen to run in one forward
+    _checks: list[Callable[[], None]] = field(default_factory=list, repr=False)
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     def undo(self) -> None:
-        """Put the original attentions back, the same objects, with the weights, modes and device they have now."""
+        """Put the original attentions back, the same objects, with the weights, modes and device they have now.
+
+        Raises:
+            ValueError: A converted attention was replaced, or adapters, pruning or layers were put on it, which would
+                be lost. Nothing is put back then.
+        """
+        for check in self._checks:
+            check()
+        self._checks.clear()
         while self._undo:
             self._undo.pop()()
 

@@ -35,7 +35,7 @@ class Cache:
         broken: BrokenImages,
         on_step: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        fit = evaluation_transform(data, normalize=False)
+        fit = evaluation_transform(data.preprocessing, normalize=False)
         n = len(source)
         images = torch.zeros(n, 3, data.size, data.size, dtype=torch.uint8)
         good = np.ones(n, dtype=bool)

@@ -21,6 +21,7 @@ from sima_attn.data.images import cut_ends
 from sima_attn.data.settings import Augment, Data
 from sima_attn.data.sources import Source
 from sima_attn.data.workers import Loader, useful_workers
+from sima_attn.models.preprocessing import Preprocessing
 
 SHUFFLED_TOGETHER = 8  # blocks (row groups, shards) whose samples an epoch mixes
 MOST_BROKEN = 0.01
@@ -246,7 +247,7 @@ def evaluation_batches(
     world: int = 1,
 ) -> Iterator[Batch]:
     """Every image of this process once, resized and cropped in the middle; broken ones left out."""
-    samples = Samples(source, evaluation_transform(data), seed=None)
+    samples = Samples(source, evaluation_transform(data.preprocessing), seed=None)
     mine = np.arange(rank, len(source), world)
     pieces = ((0, part, part) for part in np.split(mine, range(batch, len(mine), batch)) if len(part))
     for images, labels, passed in batch_loader(samples, pieces, data.workers, device.type == "cuda"):
@@ -300,7 +301,7 @@ def _a_bit_or_more(bits: Callable[[float, Any], tuple[int]], level: float, setti
     return (max(1, bits(level, settings)[0]),)
 
 
-def evaluation_transform(data: Data, *, normalize: bool = True) -> Callable[[Any], Tensor]:
+def evaluation_transform(preprocessing: Preprocessing, *, normalize: bool = True) -> Callable[[Any], Tensor]:
     """PIL image -> tensor [3, size, size]: shorter side resized to size / crop_ratio, then the center crop.
 
     Normalized floats, or the bytes of the image with normalize=False.
@@ -309,11 +310,11 @@ def evaluation_transform(data: Data, *, normalize: bool = True) -> Callable[[Any
     from torchvision import transforms
 
     by_timm = transforms_imagenet_eval(
-        data.size,
-        crop_pct=data.crop_ratio,
-        interpolation=data.interpolation,
-        mean=data.mean,
-        std=data.std,
+        preprocessing.size,
+        crop_pct=preprocessing.crop_ratio,
+        interpolation=preprocessing.interpolation,
+        mean=preprocessing.mean,
+        std=preprocessing.std,
         normalize=normalize,
     )
     return transforms.Compose([cut_ends, by_timm])

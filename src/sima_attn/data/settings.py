@@ -1,10 +1,41 @@
 """Settings of a recipe that describe images: which, of what size, and how training varies them."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from sima_attn._settings import (
+    Limit,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
+    Range,
+    Share,
+    between,
+    from_dict,
+    one_of,
+)
+from sima_attn.models.preprocessing import Preprocessing
+
+if TYPE_CHECKING:
+    from sima_attn.models.loading import LoadedModel
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-CROPS = ("resized", "padded", "none")
-INTERPOLATIONS = ("bicubic", "bilinear")
+MOST_IN_FILE = {"size": 2**13, "side": 2**13, "longest": 2**13, "eval_batch": 2**10, "workers": 2**8}
+Hue = Annotated[float, between(0, 0.5)]
+
+
+def _is_randaugment(configuration: str) -> bool:
+    from timm.data.auto_augment import rand_augment_transform
+
+    try:
+        rand_augment_transform(configuration, {})
+    except Exception:  # assertions, failed conversions and lookups of timm
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -22,13 +53,34 @@ class Data:
     """
 
     path: str
-    size: int = 224
-    crop_ratio: float = 1.0
-    interpolation: str = "bicubic"
+    size: PositiveInt = 224
+    crop_ratio: Share = 1.0
+    interpolation: Annotated[str, one_of("bicubic", "bilinear")] = "bicubic"
     mean: tuple[float, float, float] = IMAGENET_MEAN
-    std: tuple[float, float, float] = IMAGENET_STD
-    workers: int = 8
+    std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = IMAGENET_STD
+    workers: NonNegativeInt = 8
     cache: bool = False
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """How evaluation prepares an image."""
+        return Preprocessing(self.size, self.mean, self.std, self.crop_ratio, self.interpolation)
+
+    @classmethod
+    def of_model(cls, loaded: LoadedModel) -> Data:
+        """The settings of the run that trained a model; without a run, its preprocessing and no path."""
+        if "recipe" not in loaded.about:
+            return cls("", workers=0, **vars(loaded.preprocessing))
+        data = from_dict(cls, loaded.about["recipe"]["data"])
+        check_limits(data)
+        return data
+
+
+def check_limits(data: Any) -> None:
+    """Raise for data settings that no file needs: anyone may have written it."""
+    for name, most in MOST_IN_FILE.items():
+        if getattr(data, name, 0) > most:
+            raise ValueError(f"data.{name} may be {most} at most in a file, got {getattr(data, name)}")
 
 
 @dataclass(frozen=True)
@@ -48,19 +100,26 @@ class Augment:
         smoothing: Of the labels.
     """
 
-    crop: str = "resized"
-    scale: tuple[float, float] = (0.08, 1.0)
-    padding: int = 0
-    flip: float = 0.5
-    color_jitter: float = 0.0
-    randaugment: str | None = None
-    erasing: float = 0.0
-    repeats: int = 1
-    mixup: float = 0.0
-    cutmix: float = 0.0
-    mix_prob: float = 1.0
-    switch_prob: float = 0.5
-    smoothing: float = 0.0
+    crop: Annotated[str, one_of("resized", "padded", "none")] = "resized"
+    scale: Range[Share] = (0.08, 1.0)
+    padding: NonNegativeInt = 0
+    flip: Probability = 0.5
+    color_jitter: NonNegativeFloat = 0.0
+    randaugment: (
+        Annotated[str, Limit("a configuration of timm, e.g. rand-m9-mstd0.5-inc1,", _is_randaugment)] | None
+    ) = None
+    erasing: Probability = 0.0
+    repeats: PositiveInt = 1
+    mixup: NonNegativeFloat = 0.0
+    cutmix: NonNegativeFloat = 0.0
+    mix_prob: Probability = 1.0
+    switch_prob: Probability = 0.5
+    smoothing: Probability = 0.0
+
+    def check_relations(self) -> None:
+        """Raise where settings exclude each other."""
+        if self.crop == "padded" and self.padding < 1:
+            raise ValueError("augment.crop=padded needs augment.padding of at least 1 pixel")
 
 
 @dataclass(frozen=True)
@@ -79,15 +138,20 @@ class Crops:
         solarise: Probability in the global crops after the first.
     """
 
-    global_count: int = 2
-    global_scale: tuple[float, float] = (0.4, 1.0)
-    local_count: int = 8
-    local_size: int = 96
-    local_scale: tuple[float, float] = (0.05, 0.4)
-    flip: float = 0.5
-    jitter: float = 0.8
-    strength: tuple[float, float, float, float] = (0.4, 0.4, 0.2, 0.1)
-    grey: float = 0.2
-    blur: tuple[float, float, float] = (1.0, 0.1, 0.5)
-    blur_sigma: tuple[float, float] = (0.1, 2.0)
-    solarise: float = 0.2
+    global_count: PositiveInt = 2
+    global_scale: Range[Share] = (0.4, 1.0)
+    local_count: NonNegativeInt = 8
+    local_size: PositiveInt = 96
+    local_scale: Range[Share] = (0.05, 0.4)
+    flip: Probability = 0.5
+    jitter: Probability = 0.8
+    strength: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat, Hue] = (0.4, 0.4, 0.2, 0.1)
+    grey: Probability = 0.2
+    blur: tuple[Probability, Probability, Probability] = (1.0, 0.1, 0.5)
+    blur_sigma: Range[PositiveFloat] = (0.1, 2.0)
+    solarise: Probability = 0.2
+
+    def check_relations(self) -> None:
+        """Raise where there is nothing to compare."""
+        if self.global_count + self.local_count < 2:
+            raise ValueError("DINO compares views: crops.global_count + crops.local_count must be at least 2, got 1")

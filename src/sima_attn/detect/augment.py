@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sima_attn._settings import PositiveInt, Probability, Range
 from sima_attn.data.images import MAX_RESIZED_RATIO
 
 Target = dict[str, Tensor]
@@ -31,12 +32,19 @@ class Augment:
         crop_size: Least and greatest side of a crop.
     """
 
-    flip: float = 0.5
-    sides: tuple[int, int] = (480, 800)
+    flip: Probability = 0.5
+    sides: Range[PositiveInt] = (480, 800)
     longest: int = 1333
-    crop: float = 0.5
-    crop_sides: tuple[int, int] = (400, 600)
-    crop_size: tuple[int, int] = (384, 600)
+    crop: Probability = 0.5
+    crop_sides: Range[PositiveInt] = (400, 600)
+    crop_size: Range[PositiveInt] = (384, 600)
+
+    def check_relations(self) -> None:
+        """Raise where the longer side is limited to less than the shorter one."""
+        if self.longest < self.sides[1]:
+            raise ValueError(
+                f"augment.longest must be at least the largest of augment.sides={self.sides}, got {self.longest}"
+            )
 
     def __call__(self, image: Tensor, target: Target) -> tuple[Tensor, Target]:
         """An image and its target, varied."""

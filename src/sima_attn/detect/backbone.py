@@ -9,7 +9,6 @@ Shapes: B batch, N tokens, C channels; a grid is (rows, columns).
 
 from __future__ import annotations
 
-import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from timm.models.xcit import Xcit
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import sima_attn.models  # noqa: F401  registers the models with timm
+from sima_attn._errors import unknown_name
 from sima_attn.models.cvt import Cvt, to_map
 from sima_attn.nn.attention import Attention, SimAttention
 from sima_attn.nn.baselines.softmax import SoftmaxAttention
@@ -292,9 +291,7 @@ def block_maps(
     """
     known = timm.list_models("sima_*")
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "`timm.list_models('sima_*')` lists them"
-        raise ValueError(f"unknown model {name!r} of the zoo; {hint}")
+        raise unknown_name("model of this package", name, known)
     try:
         model: Any = timm.create_model(name, drop_path_rate=drop_path, **kwargs)
     except TypeError as error:

@@ -1,4 +1,4 @@
-"""Recipes of detection runs: the paper's, and one that learns 96 images by heart."""
+"""Recipes of detection runs: the paper's, and a small one that overfits 96 images."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sima_attn._errors import unknown_name
+from sima_attn._settings import NonNegativeInt, PositiveInt, Probability
 from sima_attn.detect.augment import Augment
-from sima_attn.train.recipes import Optim, Run, StepSchedule, check_loop
+from sima_attn.train.recipes import Optim, Run, StepSchedule
 
 
 @dataclass(frozen=True)
@@ -16,23 +17,23 @@ class Detector:
     """A Mask R-CNN; see `build_mask_rcnn`.
 
     Attributes:
-        name: A DeiT, XCiT or CvT of the zoo.
-        weights: A file or a run of `sima train` with the weights that the backbone starts from; None: from nothing.
+        name: A DeiT, XCiT or CvT of this package.
+        weights: Initial weights of the backbone: a file, or a run of `sima train`; None: random weights.
         drop_path: Rate of stochastic depth.
         blocks: Blocks that feed the pyramid, counted from 1; None: 4, 6, 8 and 12 of 12.
-        norm_maps: Whether a LayerNorm stands between each block's map and the pyramid.
-        freeze_statistics: Whether BatchNorm of the backbone keeps the statistics it came with.
-        proposals: Regions of an image that the heads look at.
+        norm_maps: Apply a LayerNorm to the map of each block before the pyramid.
+        freeze_statistics: Keep the running statistics of the backbone's BatchNorms.
+        proposals: Regions per image that the heads process.
         kwargs: Arguments of the model, e.g. attention, token_ref, relu, pretrained.
     """
 
     name: str
     weights: str | None = None
-    drop_path: float = 0.05
-    blocks: tuple[int, int, int, int] | None = None
+    drop_path: Probability = 0.05
+    blocks: tuple[PositiveInt, PositiveInt, PositiveInt, PositiveInt] | None = None
     norm_maps: bool = False
     freeze_statistics: bool = False
-    proposals: int = 1000
+    proposals: PositiveInt = 1000
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
@@ -42,25 +43,35 @@ class Data:
 
     Attributes:
         path: A folder in COCO's format; see `open_coco`.
-        train_split, eval_split: Which of its splits are trained and evaluated on; to evaluate on several, write them
-            with commas, "train,val".
-        side, longest: Of an image in evaluation: the shorter side, and the most of the longer one, in pixels.
-        eval_batch: Images a process evaluates at a time.
-        workers: Processes that decode. The batches do not depend on their number.
+        train_split, eval_split: Splits for training and evaluation; several evaluation splits are separated by commas,
+            e.g. "train,val".
+        side, longest: Size of images in evaluation: shorter side, and maximum of the longer side, in pixels.
+        eval_batch: Images per evaluation batch and process.
+        workers: Processes that decode images. The batches do not depend on their number.
     """
 
     path: str
     train_split: str = "train"
     eval_split: str = "val"
-    side: int = 800
+    side: PositiveInt = 800
     longest: int = 1333
-    eval_batch: int = 2
-    workers: int = 4
+    eval_batch: PositiveInt = 2
+    workers: NonNegativeInt = 4
 
     @property
     def eval_splits(self) -> list[str]:
-        """The splits that are evaluated on."""
+        """The evaluation splits."""
         return [split.strip() for split in self.eval_split.split(",")]
+
+    def check_relations(self) -> None:
+        """Raise for wrong lists of splits, and where the longer side is limited to less than the shorter one."""
+        splits = self.eval_splits
+        if not all(splits) or len(set(splits)) != len(splits):
+            raise ValueError(
+                f"data.eval_split must be one split, or different ones separated by commas, got {self.eval_split!r}"
+            )
+        if self.longest < self.side:
+            raise ValueError(f"data.longest must be at least data.side={self.side}, got {self.longest}")
 
 
 @dataclass(frozen=True)
@@ -90,10 +101,10 @@ def coco() -> DetectRecipe:
 
 
 def coco_mini() -> DetectRecipe:
-    """The weights of the package learn 96 images by heart, evaluated on them and on others; minutes on one GPU."""
+    """Overfit 96 images from the weights of the package, evaluated on these and on others; minutes on one GPU."""
     return DetectRecipe(
         name="coco_mini",
-        # Patches of 4 pixels: the maps are made coarser by pooling alone, and nothing but a norm can scale them.
+        # With patches of 4 pixels the pyramid only pools the maps; without a norm nothing rescales them.
         model=Detector(
             "sima_xcit_mini_p4_64_relu",
             drop_path=0.0,
@@ -102,7 +113,7 @@ def coco_mini() -> DetectRecipe:
             kwargs={"pretrained": True, "token_ref": "train"},
         ),
         data=Data("coco-mini", eval_split="train,val", side=480, longest=576, eval_batch=8),
-        # Every time the same image: to learn by heart is the task.
+        # No augmentation: the aim is to overfit.
         augment=Augment(flip=0.0, sides=(480, 480), longest=576, crop=0.0),
         optim=Optim(lr=3e-4, lr_batch=0, weight_decay=0.05, clip=1.0),
         schedule=StepSchedule(epochs=150, drops=(120, 142), warmup_steps=50),
@@ -118,44 +129,3 @@ def named_recipe(name: str) -> DetectRecipe:
     if name not in RECIPES:
         raise unknown_name("detection recipe", name, RECIPES)
     return RECIPES[name]()
-
-
-def check(recipe: DetectRecipe) -> None:
-    """Raise for a value that no run can have, before anything is read or built."""
-    check_loop(recipe.optim, recipe.run)
-    augment, schedule, data = recipe.augment, recipe.schedule, recipe.data
-    splits = data.eval_splits
-    if not all(splits) or len(set(splits)) != len(splits):
-        raise ValueError(
-            f"data.eval_split must be a split, or several with commas between them, got {data.eval_split!r}"
-        )
-    for where, number in (
-        ("schedule.epochs", schedule.epochs),
-        ("model.proposals", recipe.model.proposals),
-        ("data.side", data.side),
-        ("data.eval_batch", data.eval_batch),
-    ):
-        if number < 1:
-            raise ValueError(f"{where} must be at least 1, got {number}")
-    for where, share in (
-        ("augment.flip", augment.flip),
-        ("augment.crop", augment.crop),
-        ("model.drop_path", recipe.model.drop_path),
-        ("schedule.warmup_ratio", schedule.warmup_ratio),
-    ):
-        if not 0 <= share <= 1:
-            raise ValueError(f"{where} must lie between 0 and 1, got {share}")
-    for where, (low, high) in (
-        ("augment.sides", augment.sides),
-        ("augment.crop_sides", augment.crop_sides),
-        ("augment.crop_size", augment.crop_size),
-        ("schedule.drops", schedule.drops),
-    ):
-        if not 1 <= low <= high:
-            raise ValueError(f"{where} must be two numbers from 1 on, the lower one first, got {low}, {high}")
-    for where, longest, side in (
-        ("augment.longest", augment.longest, augment.sides[1]),
-        ("data.longest", data.longest, data.side),
-    ):
-        if longest < side:
-            raise ValueError(f"{where} must not be below the shorter side's {side}, got {longest}")

@@ -18,14 +18,13 @@ from torch.utils.data import DataLoader, Dataset
 from sima_attn._settings import to_dict
 from sima_attn.data.loader import BrokenImages, Share, batch_indices, seed_everything, steps_per_epoch
 from sima_attn.data.workers import Loader, useful_workers
-from sima_attn.detect import recipes
 from sima_attn.detect.augment import Augment, Target
 from sima_attn.detect.coco import CocoData, CocoScores, check_pycocotools, coco_scores, open_coco, to_results
 from sima_attn.detect.predict import to_tensor
 from sima_attn.detect.recipes import DetectRecipe
 from sima_attn.detect.weights import build_detector
 from sima_attn.report.progress import RunProgress
-from sima_attn.train.engine import Finished, Task
+from sima_attn.train.engine import RunSummary, Task
 from sima_attn.train.start import train_task
 
 if TYPE_CHECKING:
@@ -251,9 +250,8 @@ def evaluate_detector(
 
 def train_detector(
     recipe: DetectRecipe, out: Path | str, *, resume: bool = False, device: str = "auto", quiet: bool = False
-) -> Finished:
-    """Train by a recipe into a folder, or go on with the run in it; the metrics of the last evaluation come back."""
-    recipes.check(recipe)
+) -> RunSummary:
+    """Train by a recipe into a folder, or resume the run in it."""
     check_pycocotools()
     return train_task(
         recipe,

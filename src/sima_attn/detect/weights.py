@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import timm
-from torch import Tensor, nn
+from torch import nn
 
-from sima_attn.detect import recipes
 from sima_attn.detect.mask_rcnn import SimaMaskRCNN, build_mask_rcnn
 from sima_attn.detect.recipes import DetectRecipe
-from sima_attn.models.weights import read_state_dict
-from sima_attn.train.checkpoint import checkpoints, load_checkpoint
-from sima_attn.train.evaluate import read_weights
-from sima_attn.train.recipe_files import check_size, class_names_in, recipe_from_file, without_sources
+from sima_attn.models.building import check_size
+from sima_attn.models.loading import class_names_in
+from sima_attn.models.weight_files import check_fits, read_state_dict, read_weights, weights_of_run
+from sima_attn.train.recipe_files import recipe_from_file, without_sources
 
 
 def build_detector(recipe: DetectRecipe, num_classes: int, *, start: bool = False, **kwargs: Any) -> SimaMaskRCNN:
@@ -44,21 +42,14 @@ def build_detector(recipe: DetectRecipe, num_classes: int, *, start: bool = Fals
 def load_backbone(model: nn.Module, what: str | Path) -> None:
     """Load a classifier's weights, its head left out: a run's folder, its weights, a checkpoint, or a state dict."""
     path = Path(what)
-    path = path / "weights.safetensors" if path.is_dir() else path
-    state = {key: value for key, value in read_state_dict(path).items() if not key.startswith(("head.", "head_dist."))}
-    wanted = {key: value for key, value in model.state_dict().items() if not key.startswith(("head.", "head_dist."))}
-    wrong = [key for key in sorted(state.keys() | wanted.keys()) if _shape(state, key) != _shape(wanted, key)]
-    if wrong:
-        raise ValueError(
-            f"{path} does not fit the backbone: {wrong[0]} is {_shape(state, wrong[0])} in the file and "
-            f"{_shape(wanted, wrong[0])} in the model, and {len(wrong) - 1} more such keys; give model.name and "
-            "model.kwargs as they were in its training"
-        )
+    path = weights_of_run(path) if path.is_dir() else path
+    state, wanted = (
+        {key: value for key, value in tensors.items() if not key.startswith(("head.", "head_dist."))}
+        for tensors in (read_state_dict(path), model.state_dict())
+    )
+    hint = "; give model.name and model.kwargs as they were in its training"
+    check_fits(state, wanted, f"{path} does not fit the backbone", hint)
     model.load_state_dict(state, strict=False)  # all but the head, which the detector does not have
-
-
-def _shape(tensors: Mapping[str, Tensor], key: str) -> tuple[int, ...] | str:
-    return tuple(tensors[key].shape) if key in tensors else "missing"
 
 
 class LoadedDetector(NamedTuple):
@@ -77,23 +68,14 @@ def load_detector(what: str | Path, **kwargs: Any) -> LoadedDetector:
         kwargs: Arguments of `build_mask_rcnn`: score_threshold, detections.
     """
     path = Path(what)
-    if path.is_dir():
-        found = [file for file in [path / "weights.safetensors", *checkpoints(path / "checkpoints")] if file.is_file()]
-        if not found:
-            raise FileNotFoundError(f"{path} holds no weights and no checkpoint of a detection run")
-        path = found[0]
-    if not path.is_file():
-        raise FileNotFoundError(f"there are no weights {path}")
-    if path.suffix == ".safetensors":
-        about, weights = read_weights(path)
-    else:
-        state = load_checkpoint(path)
-        about, weights = state["about"], state["model"]
+    path = weights_of_run(path) if path.is_dir() else path
+    about, weights = read_weights(path)
     if "detector" not in about:
         raise ValueError(f"{path} was not written by `sima detect train`: it holds no detector")
-    recipe = without_sources(recipe_from_file(DetectRecipe, about["detector"], path, recipes.check))
+    recipe = without_sources(recipe_from_file(DetectRecipe, about["detector"], path))
     classes = class_names_in(about, path)
     check_size(partial(timm.create_model, recipe.model.name, **recipe.model.kwargs), weights, path)
     model = build_detector(recipe, len(classes), **kwargs)
+    check_fits(weights, model.state_dict(), f"the weights in {path} do not fit the model of its recipe")
     model.load_state_dict(weights)
     return LoadedDetector(model.eval(), classes, recipe)

@@ -1,4 +1,4 @@
-"""Self-supervised training (DINO) on the one training loop.
+"""Self-supervised training (DINO) on the training loop of `sima_attn.train`.
 
-recipes  what a run is        task  student, teacher, loss        knn_monitor  k-NN accuracy during a run
+recipes  settings of runs        task  student, teacher and loss        knn_monitor  k-NN accuracy during a run
 """

@@ -1,4 +1,4 @@
-"""k-NN while a run goes: how good the teacher's features are, without waiting for its end.
+"""k-NN accuracy of the teacher's features during a run.
 
 Shapes: B batch, n images, C channels.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class KnnProbe:
-    """k-NN while a run goes: a backbone -> accuracy on the val images in percent, among some of the training images."""
+    """Backbone -> k-NN accuracy on the val images in percent; the neighbours are among `probe.bank` training images."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class KnnProbe:
         check_same_classes(train, val)
         count = min(recipe.probe.bank, len(train))
         if count < recipe.probe.k:
-            raise ValueError(f"probe.k={recipe.probe.k} is more than the {count} training images; make it smaller")
+            raise ValueError(f"probe.k must be at most {count}, the number of training images, got {recipe.probe.k}")
         bank = Subset(train, np.linspace(0, len(train) - 1, count).round().astype(int))
         if recipe.data.cache:
             decode_once(decoded, "val", val, recipe.data, fabric.device, progress)
@@ -50,7 +50,7 @@ class KnnProbe:
         self.val = (val, np.arange(len(val)), decoded.get("val"), BrokenImages(val, progress.say))
 
     def __call__(self, backbone: nn.Module) -> dict[str, float]:
-        """knn_top1 and knn_top5, over all processes: each looks for the neighbours of its share of the val images."""
+        """knn_top1 and knn_top5 over all processes; each process evaluates its share of the val images."""
         probe, world = self.recipe.probe, self.share.world
         bank, bank_labels = self.features(backbone, *self.bank)
         if world > 1:
@@ -86,13 +86,15 @@ class KnnProbe:
             labels.append(numbers)
         broken.gather()
         if not features:
-            raise ValueError(f"process {self.share.rank} has none of the {len(source)} images to look at; use fewer")
+            raise ValueError(
+                f"there are only {len(source)} images, none for process {self.share.rank}; use fewer processes"
+            )
         return torch.cat(features), torch.cat(labels)
 
     def batches(
         self, source: Source, indices: np.ndarray, cache: Cache | None, broken: BrokenImages
     ) -> Iterator[Batch]:
-        """Every readable image of this process once; `indices` are those of the images in the cache."""
+        """Each readable image of this process once; `indices` are positions in the cache."""
         share, data, batch = self.share, self.recipe.data, max(self.share.piece, 1)
         if cache is None:
             yield from evaluation_batches(

@@ -1,6 +1,6 @@
 """Model and image -> heat map.
 
-subject     a model by name, run or file, and how it wants its photos
+photo_model a model, and how a photo enters it at its own aspect ratio
 reading     queries, keys and token grids of every layer, read with hooks from the running model
 maps        a layer -> a map in [0, 1] at the size of the image
 effects     what one token takes from every other; what the attention of a layer is like, in numbers
@@ -12,21 +12,21 @@ from sima_attn.data.images import open_photo
 from sima_attn.explain.deletion import DeletionRow, deletion_test
 from sima_attn.explain.effects import AttentionRow, attention_statistics, effect
 from sima_attn.explain.maps import heatmap, heatmaps
+from sima_attn.explain.photo_model import PhotoModel, load_photo_model
 from sima_attn.explain.reading import Layer, Reading, read_attention
-from sima_attn.explain.subject import Subject, load_subject
 
 __all__ = [
     "AttentionRow",
     "DeletionRow",
     "Layer",
+    "PhotoModel",
     "Reading",
-    "Subject",
     "attention_statistics",
     "deletion_test",
     "effect",
     "heatmap",
     "heatmaps",
-    "load_subject",
+    "load_photo_model",
     "open_photo",
     "read_attention",
 ]

@@ -24,10 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sima_attn.data.loader import BrokenImages, Samples, batch_loader, evaluation_transform
-from sima_attn.data.settings import Data
 from sima_attn.data.sources import open_data
 from sima_attn.explain.reading import PARTS, read_attention
-from sima_attn.explain.subject import Subject
+from sima_attn.models.loading import LoadedModel
 
 MODES = ("deletion", "insertion")
 HIGHEST, RANDOM, LOWEST = ORDERS = ("highest first", "random", "lowest first")
@@ -181,7 +180,7 @@ def _rows(curves: dict[tuple[int, str, str, str], np.ndarray], model: str) -> li
 
 
 def validation_batches(
-    subject: Subject,
+    loaded: LoadedModel,
     data: str | Path,
     *,
     images: int,
@@ -189,35 +188,29 @@ def validation_batches(
     batch: int = 32,
     say: Callable[[str], None] = print,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Up to so many images of the val split, spread evenly over it, resized and normalised for the subject.
+    """Up to so many images of the val split, spread evenly over it, prepared as for evaluation.
 
     Broken ones are named by `say` and left out.
     """
     source = open_data(data, "val")
-    K = getattr(subject.model, "num_classes", len(source.classes))
-    if len(source.classes) != K or (subject.classes is not None and subject.classes != source.classes):
+    K = getattr(loaded.model, "num_classes", len(source.classes))
+    if len(source.classes) != K or (loaded.classes is not None and loaded.classes != source.classes):
         raise ValueError(
-            f"{subject.name} has {K} classes, {data} has {len(source.classes)}, or other ones: the score of the right "
+            f"{loaded.name} has {K} classes, {data} has {len(source.classes)}, or other ones: the score of the right "
             "class would mean nothing"
         )
-    settings = Data(str(data), size=size or subject.size)
-    transform = evaluation_transform(replace(settings, mean=_three(subject.mean), std=_three(subject.std)))
+    transform = evaluation_transform(replace(loaded.preprocessing, size=size or loaded.preprocessing.size))
     chosen = np.linspace(0, len(source) - 1, min(images, len(source))).round().astype(int)
     parts = np.split(chosen, range(batch, len(chosen), batch))
     broken, batches = BrokenImages(source, say), []
-    loaded = batch_loader(Samples(source, transform, seed=None), ((0, p, p) for p in parts), workers=0, pin=False)
-    for pictures, labels, passed in loaded:
+    decoded = batch_loader(Samples(source, transform, seed=None), ((0, p, p) for p in parts), workers=0, pin=False)
+    for pictures, labels, passed in decoded:
         broken.add(passed)
         if len(labels):
             batches.append((pictures, labels))
     if not batches:
         raise ValueError(f"none of the {len(chosen)} images chosen from {data} can be read")
     return batches
-
-
-def _three(values: tuple[float, ...]) -> tuple[float, float, float]:
-    red, green, blue = values
-    return red, green, blue
 
 
 def _cells_to_pixels(cells: Tensor, images: Tensor, share: tuple[float, float]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rows -> plots. Needs matplotlib, which is imported only here."""
+"""Rows of the explain commands -> figures."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sima_attn._files import atomic_write
-from sima_attn.report.figures import check_can_plot
+from sima_attn.report.figures import figure
 
 if TYPE_CHECKING:
     from sima_attn.explain.deletion import DeletionRow
@@ -18,51 +17,49 @@ DASHES = {"q": "o-", "k": "s--"}
 
 
 def plot_statistics(rows: Sequence[AttentionRow], path: Path) -> None:
-    """Share of negative entries and the largest channel's share, by layer; one line a model."""
-    plt = _pyplot()
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for name in dict.fromkeys(row.model for row in rows):
-        mine = [row for row in rows if row.model == name]
-        layers = [row.layer + 1 for row in mine]
-        left.plot(layers, [100 * row.negative_share for row in mine], "o-", label=name)
-        (line,) = right.plot(layers, [100 * row.largest_channel_share for row in mine], "o-", label=name)
-        right.plot(layers, [100 / row.D for row in mine], ":", color=line.get_color())
-    left.set_title("negative entries of the attention matrix")
-    right.set_title("the largest channel's share (dotted: 1/D)")
-    for axes in (left, right):
-        axes.set_xlabel("layer")
-        axes.set_ylabel("%")
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-    left.legend(frameon=False)
-    _save(plt, figure, path)
+    """Share of negative entries and share of the largest channel, by layer; one line per model."""
+    with figure(path, columns=2, figsize=(11, 4.2)) as (_, (left, right)):
+        for name in dict.fromkeys(row.model for row in rows):
+            mine = [row for row in rows if row.model == name]
+            layers = [row.layer + 1 for row in mine]
+            left.plot(layers, [100 * row.negative_share for row in mine], "o-", label=name)
+            (line,) = right.plot(layers, [100 * row.largest_channel_share for row in mine], "o-", label=name)
+            right.plot(layers, [100 / row.D for row in mine], ":", color=line.get_color())
+        left.set_title("negative entries of the attention matrix")
+        right.set_title("share of the largest channel (dotted: 1/D)")
+        for axes in (left, right):
+            axes.set_xlabel("layer")
+            axes.set_ylabel("%")
+            axes.set_ylim(bottom=0)
+            axes.grid(alpha=0.3)
+        left.legend(frameon=False)
 
 
 def plot_deletion(rows: Sequence[DeletionRow], path: Path) -> None:
-    """Of one layer, the right class against the share of patches hidden, or sharpened; of several, areas by layer."""
-    plt = _pyplot()
+    """One layer: probability of the right class against the share of patches; several layers: areas by layer."""
     several = len({row.layer for row in rows}) > 1
-    figure, panels = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained", sharey=not several)
-    for axes, mode, verb in zip(panels, ("deletion", "insertion"), ("hidden", "sharpened"), strict=True):
-        mine = [row for row in rows if row.mode == mode]
-        if several:
-            _areas_by_layer(axes, mine)
-        else:
-            _curves(axes, mine)
-            axes.set_ylim(0, 1.3 * max(row.probability for row in rows))  # room for the legend
-            axes.set_xlabel(f"patches {verb}, %")
-        axes.set_title(mode)
-        axes.grid(alpha=0.3)
-        axes.legend(frameon=False, fontsize="small")
-    panels[0].set_ylabel("area, less that of the random order" if several else "mean probability of the right class")
-    of = " and ".join(dict.fromkeys(row.of for row in rows))
-    where = "" if several else f" of layer {rows[0].layer + 1}"
-    figure.suptitle(f"{rows[0].model}, {of}{where}, {rows[0].images} images")
-    _save(plt, figure, path)
+    with figure(path, columns=2, figsize=(11, 4.2), sharey=not several) as (whole, panels):
+        for axes, mode, verb in zip(panels, ("deletion", "insertion"), ("hidden", "sharpened"), strict=True):
+            mine = [row for row in rows if row.mode == mode]
+            if several:
+                _plot_areas(axes, mine)
+            else:
+                _plot_curves(axes, mine)
+                axes.set_ylim(0, 1.3 * max(row.probability for row in rows))  # room for the legend
+                axes.set_xlabel(f"patches {verb}, %")
+            axes.set_title(mode)
+            axes.grid(alpha=0.3)
+            axes.legend(frameon=False, fontsize="small")
+        panels[0].set_ylabel(
+            "area minus that of the random order" if several else "mean probability of the right class"
+        )
+        of = " and ".join(dict.fromkeys(row.of for row in rows))
+        where = "" if several else f" of layer {rows[0].layer + 1}"
+        whole.suptitle(f"{rows[0].model}, {of}{where}, {rows[0].images} images")
 
 
-def _curves(axes: Any, rows: Sequence[DeletionRow]) -> None:
-    """A line for each part and order; the random one is the same for all parts."""
+def _plot_curves(axes: Any, rows: Sequence[DeletionRow]) -> None:
+    """One line per part and order; the random order is the same for all parts."""
     parts = list(dict.fromkeys(row.of for row in rows))
     for order, colour in COLOURS.items():
         for part in parts[:1] if order == "random" else parts:
@@ -77,8 +74,8 @@ def _curves(axes: Any, rows: Sequence[DeletionRow]) -> None:
             )
 
 
-def _areas_by_layer(axes: Any, rows: Sequence[DeletionRow]) -> None:
-    """What each order's area is over random, with two standard errors."""
+def _plot_areas(axes: Any, rows: Sequence[DeletionRow]) -> None:
+    """Area of each order minus that of the random order, with two standard errors."""
     axes.axhline(0, color=COLOURS["random"], label="random")
     for order in (order for order in COLOURS if order != "random"):
         for part in dict.fromkeys(row.of for row in rows):
@@ -93,19 +90,3 @@ def _areas_by_layer(axes: Any, rows: Sequence[DeletionRow]) -> None:
                 label=f"{part}, {order}",
             )
     axes.set_xlabel("layer")
-
-
-def _pyplot() -> Any:
-    check_can_plot()
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
-def _save(plt: Any, figure: Any, path: Path) -> None:
-    with atomic_write(path) as temporary:
-        figure.savefig(temporary, dpi=150, format=path.suffix.lstrip(".") or "png")
-    plt.close(figure)

@@ -16,8 +16,8 @@ from sima_attn.data.images import check_not_over, open_photo, open_photos, unlik
 from sima_attn.explain.drawing import Tile, effect_overlay, overlay, sheet, shrink
 from sima_attn.explain.effects import effect_scores, signed_unit
 from sima_attn.explain.maps import raw_scores, spread, to_map
+from sima_attn.explain.photo_model import PhotoModel
 from sima_attn.explain.reading import PARTS, Reading
-from sima_attn.explain.subject import Subject
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -35,7 +35,7 @@ class Gallery:
     """What to draw: the models side by side, the layers (None: all) and the parts of each.
 
     Attributes:
-        subjects: One model, or several to compare.
+        models: One model, or several to compare.
         layers: Their numbers, from 0, or from the end if negative.
         of: "q", "k" or both.
         size: Of the image as a model gets it, in pixels of a square's side; None: as it was trained.
@@ -43,7 +43,7 @@ class Gallery:
         cell: Side in pixels of a picture in the sheets.
     """
 
-    subjects: Sequence[Subject]
+    models: Sequence[PhotoModel]
     layers: Sequence[int] | None = (-1,)
     of: Sequence[str] = PARTS
     size: int | None = None
@@ -60,12 +60,12 @@ class Gallery:
 
     def read(self, photo: Image) -> list[Reading]:
         """One forward of each model."""
-        return [subject.read(photo, self.size) for subject in self.subjects]
+        return [model.read(photo, self.size) for model in self.models]
 
     def tiles(self, photo: Image, readings: Sequence[Reading], layers: Sequence[int] | None) -> list[Tile]:
         """A picture for each model, part and layer."""
         found = []
-        for letter, reading in zip(_letters(self.subjects), readings, strict=True):
+        for letter, reading in zip(_letters(self.models), readings, strict=True):
             for part in self.of:
                 for number in range(len(reading.layers)) if layers is None else layers:
                     heat = to_map(reading.layer(number).scores(part), reading.share, (photo.height, photo.width))
@@ -75,7 +75,7 @@ class Gallery:
 
     def title(self) -> str:
         """The models, and whether they are trained."""
-        return _names(self.subjects)
+        return _names(self.models)
 
     def write_one(self, photo: Image, caption: str, path: Path) -> Path:
         """One photo at hand beside its maps, as a picture."""
@@ -125,9 +125,9 @@ class Gallery:
     def _write_raw(self, readings: Sequence[Reading], path: Path) -> Path:
         arrays: dict[str, np.ndarray] = {}
         names: list[str] = []
-        for subject, reading in zip(self.subjects, readings, strict=True):
+        for model, reading in zip(self.models, readings, strict=True):
             layers = range(len(reading.layers)) if self.layers is None else self.layers
-            prefix = f"{unlike(subject.name, names)}." if len(self.subjects) > 1 else ""
+            prefix = f"{unlike(model.name, names)}." if len(self.models) > 1 else ""
             arrays |= {prefix + key: value for key, value in raw_scores(reading, layers, self.of).items()}
         with atomic_write(path) as temporary, open(temporary, "wb") as file:
             np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
@@ -135,7 +135,7 @@ class Gallery:
 
 
 def write_effect(
-    subjects: Sequence[Subject],
+    models: Sequence[PhotoModel],
     path: Path,
     out: Path,
     *,
@@ -150,8 +150,8 @@ def write_effect(
     photo = shrink(open_photo(path), LONGEST)
     tiles = [Tile(photo, path.stem)]
     first = None
-    for letter, subject in zip(_letters(subjects), subjects, strict=True):
-        reading = subject.read(photo, size)
+    for letter, model in zip(_letters(models), models, strict=True):
+        reading = model.read(photo, size)
         seen = reading.layer(layer)
         first = first or seen.q_grid  # the patch is one of this grid; of another grid, the one that lies there
         place = (_moved(patch[0], first[0], seen.q_grid[0]), _moved(patch[1], first[1], seen.q_grid[1]))
@@ -161,11 +161,11 @@ def write_effect(
         negative = float((scores < 0).float().mean())
         caption = f"{letter}layer {layer % len(reading.layers) + 1}, {negative:.0%} negative"
         tiles.append(Tile(effect_overlay(photo, signed, place, grid), caption))
-    return _save(sheet([tiles], f"what patch {patch[0]}, {patch[1]} takes: {_names(subjects)}", cell), out)
+    return _save(sheet([tiles], f"what patch {patch[0]}, {patch[1]} takes: {_names(models)}", cell), out)
 
 
 def read_photos(
-    subject: Subject,
+    model: PhotoModel,
     photos: Sequence[Path],
     size: int | None = None,
     *,
@@ -173,7 +173,7 @@ def read_photos(
     on_photo: Callable[[Path], object] = lambda path: None,
 ) -> list[Reading]:
     """A reading of each photo; those of several that cannot be read are named by `say` and left out."""
-    return [subject.read(photo, size) for _, photo in open_photos(photos, say=say, on_photo=on_photo)]
+    return [model.read(photo, size) for _, photo in open_photos(photos, say=say, on_photo=on_photo)]
 
 
 def _moved(index: int, count: int, other: int) -> int:
@@ -181,16 +181,16 @@ def _moved(index: int, count: int, other: int) -> int:
     return index if other == count else math.floor((index + 0.5) * other / count)
 
 
-def _letters(subjects: Sequence[Subject]) -> list[str]:
+def _letters(models: Sequence[PhotoModel]) -> list[str]:
     """What stands for each model in captions; nothing where there is only one."""
-    return [f"{chr(ord('A') + i)}: " for i in range(len(subjects))] if len(subjects) > 1 else [""]
+    return [f"{chr(ord('A') + i)}: " for i in range(len(models))] if len(models) > 1 else [""]
 
 
-def _names(subjects: Sequence[Subject]) -> str:
+def _names(models: Sequence[PhotoModel]) -> str:
     """The models with their letters, and which of them are not trained."""
     return ",  ".join(
-        letter + subject.name + ("" if subject.trained else " (untrained)")
-        for letter, subject in zip(_letters(subjects), subjects, strict=True)
+        letter + model.name + ("" if model.trained else " (untrained)")
+        for letter, model in zip(_letters(models), models, strict=True)
     )
 
 

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sima_attn.data.images import open_photo
+from sima_attn.explain.photo_model import photo_model
 from sima_attn.explain.reading import Grid, Reading, read_attention
-from sima_attn.explain.subject import subject_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -55,7 +55,7 @@ def look_at(model: nn.Module, image: Photo) -> tuple[Reading, Grid]:
             raise ValueError(f"one image at a time: [3, height, width] or [1, 3, height, width], got {[*image.shape]}")
         return read_attention(model, batch), (batch.shape[2], batch.shape[3])
     photo = open_photo(image) if isinstance(image, str | Path) else image
-    return read_attention(model, subject_of(model).prepare(photo)), (photo.height, photo.width)
+    return read_attention(model, photo_model(model).prepare(photo)), (photo.height, photo.width)
 
 
 def to_map(scores: Tensor, share: tuple[float, float], size: Grid) -> np.ndarray:

@@ -26,10 +26,12 @@ from sima_attn._files import atomic_write
 from sima_attn._version import __version__
 from sima_attn.audit.model import audit
 from sima_attn.audit.report import AuditReport
-from sima_attn.export.preprocessing import Preprocessing
+from sima_attn.export.photo_graph import PreparePhoto
 from sima_attn.export.runtimes import PREFIX, open_model
+from sima_attn.models.loading import classes_of
+from sima_attn.models.preprocessing import Preprocessing
 from sima_attn.nn import SimAttention, SimCrossAttention, SimMultiheadAttention
-from sima_attn.ops.api import Plan, check_order, watched_plans
+from sima_attn.ops.api import Plan, check_order, plan_callback
 
 if TYPE_CHECKING:
     import onnx
@@ -137,7 +139,7 @@ def export_onnx(
     if labels is not None and len(labels) != classes:
         raise ValueError(f"there are {len(labels)} labels for the {classes} classes of {name}")
 
-    whole = nn.Sequential(prepare.in_graph(), plain) if preprocessing and prepare is not None else plain
+    whole = nn.Sequential(PreparePhoto(prepare), plain) if preprocessing and prepare is not None else plain
     example, shapes = _example(model, height, width, dynamic, preprocessing)
     proto = _to_onnx(whole, example, shapes, name)
     fold_constants(proto)
@@ -173,15 +175,9 @@ def export_onnx(
 
 
 def class_names(model: nn.Module) -> list[str] | None:
-    """What timm's configuration of a model calls its classes, in words where it has them; None where it does not say.
-
-    A configuration is of the published weights: a model with another number of classes has no names in it.
-    """
-    config: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
-    names, words = config.get("label_names"), config.get("label_descriptions") or {}
-    if not names or len(names) != getattr(model, "num_classes", len(names)):
-        return None
-    return [words.get(name, name) for name in names]
+    """Names of the classes in timm's configuration of a model, in words where it has them; None without."""
+    names, words = classes_of(model)
+    return None if names is None else [words.get(name, name) for name in names]
 
 
 def check_installed() -> None:
@@ -316,7 +312,7 @@ def _pin_orders(model: nn.Module, order: str, images: Tensor) -> dict[str, str]:
         found[caller] = plan.order
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(watched_plans(watch))
+        stack.enter_context(plan_callback(watch))
         for path, module in modules.items():
             stack.callback(module.register_forward_pre_hook(lambda *_, path=path: running.append(path)).remove)
             stack.callback(module.register_forward_hook(lambda *_: running.pop() and None).remove)

@@ -22,8 +22,8 @@ from sima_attn._version import __version__
 from sima_attn.audit.model import audit
 from sima_attn.data.images import ENDINGS, images_in, open_photo
 from sima_attn.export.onnx import check_installed, write_checked, write_metadata
-from sima_attn.export.preprocessing import Preprocessing
 from sima_attn.export.runtimes import OnnxRuntime, Session, labels_in, open_model, read_metadata
+from sima_attn.models.preprocessing import Preprocessing
 from sima_attn.report.rows import cpu_name, today
 from sima_attn.report.tables import TextTable
 
@@ -116,11 +116,12 @@ def open_images(
 
     The folder is one that `sima train` reads, or one with image files in it, which then have no labels.
     """
+    from sima_attn.data.loader import evaluation_transform
     from sima_attn.data.sources import open_data
 
     if "preprocessing" not in metadata:
         raise ValueError("the file does not say how its images are prepared: export it again with `sima export`")
-    transform = Preprocessing.from_json(metadata["preprocessing"]).transform()
+    transform = evaluation_transform(Preprocessing.from_json(metadata["preprocessing"]))
     raw = metadata.get("preprocessing_inside") == "true"
     root = Path(data)
     files = images_in(root) if root.is_dir() else []

@@ -1,6 +1,23 @@
-"""image -> logits or feature maps: the model families, registered with timm when this is imported."""
+"""image -> logits or feature maps: the model families, and a name, a run folder or a file -> a model.
 
-from sima_attn.models import cvt, deit, miniature, xcit
-from sima_attn.models.weights import LoadReport, load_official, save_official
+cvt, deit, miniature, xcit    the families, registered with timm when timm is imported
+settings, loading             the settings of a model -> the model; anything a user calls a model -> the model
+preprocessing                 how a photo becomes an input
+weight_files, weights         files -> tensors; names of the official code -> ours
+pretrained                    the weights that come with the package
+"""
 
-__all__ = ["LoadReport", "cvt", "deit", "load_official", "miniature", "save_official", "xcit"]
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sima_attn.models.weights import LoadReport, load_official, save_official
+
+__all__ = ["LoadReport", "load_official", "save_official"]
+
+
+def __getattr__(name: str):
+    if name not in __all__:
+        raise AttributeError(f"module 'sima_attn.models' has no attribute {name!r}")
+    from sima_attn.models import weights  # imports torch and timm, which settings and preprocessing do without
+
+    return getattr(weights, name)

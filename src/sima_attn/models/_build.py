@@ -1,4 +1,4 @@
-"""What the three families share: how an attention is chosen, and how a size becomes a model that timm knows."""
+"""Shared by the model families: register sizes with timm, build a model, choose its attention."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.models import generate_default_cfgs, register_model
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import nn
 
-from sima_attn.models.pretrained import shipped_cfg
+from sima_attn.models.pretrained import shipped_cfg, weights_file
 from sima_attn.nn import Attention, attention_class
 
 # Settings of timm's and our model classes that change what the same weights compute, with their defaults.
@@ -22,42 +22,52 @@ FUNCTION_DEFAULTS: dict[str, Any] = {
     "pool_include_prefix": False,
     "norm_layer": None,
 }
-# Settings of a size that leave the function alone: any image size runs, and the weights replace initial values.
+# Settings of a size that do not change the function: any image size runs, and the weights replace initial values.
 FREE_SETTINGS = ("img_size", "eta", "init_values", "relu")  # relu is compared as the activation
 
 
-def default_cfg(size: int = 224, **kwargs) -> dict[str, Any]:
-    """timm's facts about a model. The paper evaluates with a crop ratio of 1.0."""
-    return {
-        "num_classes": 1000,
-        "input_size": (3, size, size),
+def register_family(
+    module: str,
+    sizes: Mapping[str, Mapping[str, Any]],
+    build: Callable[..., nn.Module],
+    *,
+    first_conv: str,
+    num_classes: int = 1000,
+) -> None:
+    """Register a function per size with timm, as `@register_model` does for a function of that name in `module`.
+
+    A size is the arguments of `build` for one model; `img_size` is the training size.
+    """
+    home: Any = sys.modules[module]
+    cfgs = {name: _default_cfg(name, size, first_conv, num_classes) for name, size in sizes.items()}
+    home.default_cfgs = {**getattr(home, "default_cfgs", {}), **generate_default_cfgs(cfgs)}
+    for name, size in sizes.items():
+        create = _create_function(name, size, build)
+        create.__name__ = create.__qualname__ = name
+        create.__module__ = module
+        setattr(home, name, register_model(create))
+
+
+def _default_cfg(name: str, size: Mapping[str, Any], first_conv: str, num_classes: int) -> dict[str, Any]:
+    """timm's configuration of a model. The paper evaluates with a crop ratio of 1.0."""
+    px = size.get("img_size", 224)
+    cfg = {
+        "num_classes": num_classes,
+        "input_size": (3, px, px),
         "pool_size": None,
         "crop_pct": 1.0,
         "interpolation": "bicubic",
         "mean": IMAGENET_DEFAULT_MEAN,
         "std": IMAGENET_DEFAULT_STD,
         "license": "mit",
-        **kwargs,
+        "first_conv": first_conv,
+        "classifier": "head",
     }
+    # With the file of the weights, timm lists the model as pretrained.
+    return {**cfg, **shipped_cfg(name)} if weights_file(name).is_file() else cfg
 
 
-def register_family(
-    module: str,
-    sizes: Mapping[str, Mapping[str, Any]],
-    cfgs: Mapping[str, Mapping[str, Any]],
-    build: Callable[..., nn.Module],
-) -> None:
-    """Register every size of a family with timm, as `@register_model` does for a function written out."""
-    home = sys.modules[module]
-    home.default_cfgs = generate_default_cfgs({name: dict(cfg) for name, cfg in cfgs.items()})  # type: ignore[attr-defined]
-    for name, size in sizes.items():
-        entry = _entry(name, size, build)
-        entry.__name__ = entry.__qualname__ = name
-        entry.__module__ = module
-        setattr(home, name, register_model(entry))
-
-
-def _entry(name: str, size: Mapping[str, Any], build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+def _create_function(name: str, size: Mapping[str, Any], build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     def create(pretrained: bool = False, **kwargs) -> nn.Module:
         overlay = kwargs.get("pretrained_cfg_overlay") or {}
         if pretrained and not overlay.get("file"):
@@ -68,8 +78,31 @@ def _entry(name: str, size: Mapping[str, Any], build: Callable[..., nn.Module]) 
     return create
 
 
+def build_model(
+    cls: type[nn.Module],
+    name: str,
+    *,
+    pretrained: bool = False,
+    relu: bool = False,
+    filter_fn: Callable | None = None,
+    **kwargs,
+) -> Any:
+    """A model of class `cls` with timm's configuration of `name`.
+
+    `relu` uses ReLU in place of every GELU; `filter_fn` renames the weights of a checkpoint; `kwargs` are for `cls`.
+    """
+    if relu:
+        if kwargs.get("act_layer") not in (None, nn.ReLU):
+            raise ValueError(f"relu=True and act_layer={kwargs['act_layer']!r} contradict each other; pass one of them")
+        kwargs["act_layer"] = nn.ReLU
+    feature_cfg = {"out_indices": kwargs.pop("out_indices", 3), "feature_cls": "getter"}
+    return build_model_with_cfg(
+        cls, name, pretrained, pretrained_filter_fn=filter_fn, feature_cfg=feature_cfg, **kwargs
+    )
+
+
 def _check_as_trained(name: str, size: Mapping[str, Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise where the weights in the package would load into another function than the one they were trained as."""
+    """Raise unless the model computes the function that the weights in the package were trained for."""
     own, asked = _function(size), _function({**size, **kwargs})
     trained_classes = kwargs["pretrained_cfg_overlay"].get("num_classes")
     if kwargs.get("num_classes", trained_classes) != trained_classes:
@@ -77,15 +110,15 @@ def _check_as_trained(name: str, size: Mapping[str, Any], kwargs: Mapping[str, A
     for key, value in own.items():
         if asked[key] != value:
             raise ValueError(
-                f"the weights of {name} were trained with {key}={value!r}, got {asked[key]!r}: leave it away, or use "
-                "pretrained=False and train the model; its load_state_dict() takes the weights as a start"
+                f"the weights of {name} were trained with {key}={value!r}, got {asked[key]!r}; omit {key}, or use "
+                "pretrained=False and train the model, starting from the weights with load_state_dict()"
             )
 
 
 def _function(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that make another function of weights of the same names and shapes."""
+    """The settings that change what weights of the same names and shapes compute."""
     attention, options = settings.get("attention", "sima"), settings.get("attention_options") or {}
-    stages = [options] if isinstance(options, Mapping) else options  # CvT takes one a stage
+    stages = [options] if isinstance(options, Mapping) else options  # CvT has one per stage
     act = settings.get("act_layer") or ("relu" if settings.get("relu") else "gelu")
     plain = {**FUNCTION_DEFAULTS, **settings}
     return {
@@ -101,7 +134,7 @@ def _function(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _other_ref(*token_refs: float | str | None) -> float | str | None:
-    """The first reference by which the output is scaled at the training size; "train" scales at other sizes only."""
+    """The first reference that scales the output at the training size; "train" scales it at other sizes only."""
     return next((token_ref for token_ref in token_refs if token_ref not in (None, "train")), None)
 
 
@@ -114,7 +147,7 @@ def choose_attention(
     num_tokens: int,
     has_class_token: bool,
 ) -> type[Attention]:
-    """The attention class of a model, its options fixed.
+    """The attention class of a model, with its options fixed.
 
     `token_ref="train"` stands for the number of tokens at the training size, `trained_tokens`.
     """
@@ -124,12 +157,12 @@ def choose_attention(
     if reference is not None:
         if attention != "sima":
             raise ValueError(
-                f"token_ref is SimA's own: it must be None with attention={attention!r}, got {token_ref!r}"
+                f"token_ref is for SimA attention only: it must be None with attention={attention!r}, got {token_ref!r}"
             )
         if fixed.get("token_ref") not in (None, reference):
             raise ValueError(
                 f"token_ref={token_ref!r} and attention_options={{'token_ref': {fixed['token_ref']!r}}} contradict "
-                "each other; give one of them"
+                "each other; pass one of them"
             )
         fixed["token_ref"] = reference
     if cls.needs_grid and has_class_token:
@@ -149,10 +182,3 @@ def resolve_token_ref(token_ref: float | str | None, trained_tokens: int) -> flo
             raise ValueError(f"token_ref must be None, a number of tokens or 'train', got {token_ref!r}")
         return float(trained_tokens)
     return token_ref
-
-
-def relu_instead(act_layer: type[nn.Module] | None) -> type[nn.Module]:
-    """ReLU, unless another activation was asked for by name."""
-    if act_layer not in (None, nn.ReLU):
-        raise ValueError(f"relu=True and act_layer={act_layer!r} contradict each other; give one of them")
-    return nn.ReLU

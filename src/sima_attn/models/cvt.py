@@ -1,7 +1,7 @@
 """CvT (Wu et al., 2021) with any attention of the registry that takes fewer keys than queries, in timm's model API.
 
-Shapes: B batch, N query tokens, M key tokens, H heads, D channels a head, C = H * D, K classes;
-images [B, 3, height, width] -> logits [B, K]. A grid is (rows, columns) of tokens, class token left out.
+Shapes: B batch, N query tokens, M key tokens, H heads, D channels per head, C = H * D, K classes;
+images [B, 3, height, width] -> logits [B, K]. A grid is (rows, columns) of tokens, without the class token.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from timm.layers import DropPath, Mlp, calculate_drop_path_rates, global_pool_nlc
-from timm.models import build_model_with_cfg, checkpoint_seq
+from timm.models import checkpoint_seq
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from sima_attn.models._build import default_cfg, register_family, relu_instead
+from sima_attn.models._build import build_model, register_family
 from sima_attn.nn.attention import Attention, check_tokens, normed
 from sima_attn.nn.baselines.softmax import ExplicitSoftmaxAttention, SoftmaxAttention
 from sima_attn.nn.baselines.xca import XCAttention
@@ -43,7 +43,7 @@ def to_map(x: Tensor, grid: Grid) -> Tensor:
 class ConvProjections(Attention):
     """Mixin: q, k, v from depthwise convolutions over the token grid, k and v with a stride, then Linear layers.
 
-    Class tokens have no place on the grid and go to the Linear layers as they are.
+    Class tokens are not on the grid and go directly to the Linear layers.
     """
 
     def __init__(self, dim: int, num_heads: int, *, qkv_bias: bool, kv_stride: int, num_prefix_tokens: int, **kwargs):
@@ -54,7 +54,7 @@ class ConvProjections(Attention):
         self.conv_proj_v, self.proj_v = depthwise(dim, kv_stride), nn.Linear(dim, dim, bias=qkv_bias)
         if not self.ties_qk:
             self.conv_proj_k, self.proj_k = depthwise(dim, kv_stride), nn.Linear(dim, dim, bias=qkv_bias)
-        # CvT divides its scores by sqrt(C), our softmax by sqrt(D). No other attention is scaled in CvT's way.
+        # CvT divides its scores by sqrt(C), our softmax by sqrt(D). The other attentions keep their own scale.
         softmax = isinstance(self, SoftmaxAttention | ExplicitSoftmaxAttention)
         self.q_factor = num_heads**-0.5 if softmax else 1.0
 
@@ -72,7 +72,7 @@ class ConvProjections(Attention):
         if self.q_factor != 1:
             q = q * self.q_factor
         if self.ties_qk:
-            # A convolution with a stride is the one without, read at every stride-th place.
+            # A strided convolution is the one without stride, sampled at every stride-th position.
             tied = self.heads(self.proj_q, prefix, q_map[..., :: self.kv_stride, :: self.kv_stride])
             k = normed(self.q_norm, tied)
         else:
@@ -87,17 +87,17 @@ class ConvProjections(Attention):
 
 
 def depthwise(dim: int, stride: int) -> nn.Sequential:
-    """A 3 x 3 convolution of each channel alone, and its BatchNorm."""
+    """A depthwise 3 x 3 convolution and its BatchNorm."""
     conv = nn.Conv2d(dim, dim, 3, stride=stride, padding=1, groups=dim, bias=False)
     return nn.Sequential(OrderedDict(conv=conv, bn=nn.BatchNorm2d(dim)))
 
 
-def why_not(cls: type[Attention]) -> str | None:
-    """What keeps an attention out of CvT, where N queries meet M < N keys at any image size; None if nothing does."""
+def unsupported_reason(cls: type[Attention]) -> str | None:
+    """Why CvT, with N queries and M < N keys at any image size, does not support an attention; None if it does."""
     if cls.needs_num_tokens:
-        return "it is built for one number of tokens, and CvT has another one in each stage and at each image size"
+        return "it is built for one number of tokens, which in CvT depends on the stage and the image size"
     if cls.needs_grid:
-        return "its queries and keys must lie on one grid, and CvT's keys are fewer and come with a class token"
+        return "it needs queries and keys on the same grid, and CvT has fewer keys and a class token"
     if issubclass(cls, XCAttention):
         return "it compares channels over the tokens, so it needs as many keys as queries, and CvT has fewer keys"
     return None
@@ -106,16 +106,24 @@ def why_not(cls: type[Attention]) -> str | None:
 CVT_ATTENTIONS: dict[str, type[ConvProjections]] = {
     name: type(f"Cvt{cls.__name__}", (ConvProjections, cls), {"__doc__": cls.__doc__, "__module__": __name__})
     for name, cls in ATTENTIONS.items()
-    if not why_not(cls)
+    if not unsupported_reason(cls)
 }
-globals().update({cls.__name__: cls for cls in CVT_ATTENTIONS.values()})  # where pickle looks for them
+
+
+def __getattr__(name: str) -> type[ConvProjections]:
+    """The classes in CVT_ATTENTIONS as attributes of this module, because pickle stores a class by module and name."""
+    for cls in CVT_ATTENTIONS.values():
+        if cls.__name__ == name:
+            return cls
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def cvt_attention_class(name: str) -> type[ConvProjections]:
     """The attention of that name, fed by convolutional projections."""
     base = attention_class(name)
     if name not in CVT_ATTENTIONS:
-        raise ValueError(f"CvT cannot use attention={name!r}: {why_not(base)}; these work: {', '.join(CVT_ATTENTIONS)}")
+        supported = ", ".join(CVT_ATTENTIONS)
+        raise ValueError(f"CvT does not support attention={name!r}: {unsupported_reason(base)}; supported: {supported}")
     return CVT_ATTENTIONS[name]
 
 
@@ -148,7 +156,7 @@ class Block(nn.Module):
 
 
 class Stage(nn.Module):
-    """One resolution: map -> tokens on a coarser grid, class token first where the stage has one."""
+    """One resolution: map -> tokens on a coarser grid, with the class token first if the stage has one."""
 
     def __init__(self, patch_embed: ConvEmbedding, blocks: Sequence[Block], class_token_dim: int):
         super().__init__()
@@ -172,17 +180,17 @@ class Stage(nn.Module):
 class Cvt(nn.Module):
     """Images of any size -> logits: stages of convolutional token embeddings and attention with strided keys.
 
-    The last stage has a class token; there are no position embeddings, the convolutions tell where a token is.
+    The last stage has a class token. There are no position embeddings: the convolutions encode positions.
 
     Args:
         global_pool: "token" reads the class token, "avg" the mean of the others, "" classifies every token.
-        embed_dims, depths, num_heads, patch_sizes, strides, paddings: One number a stage.
-        kv_stride: Stride of the projections to keys and values; 2 leaves a quarter of the tokens.
+        embed_dims, depths, num_heads, patch_sizes, strides, paddings: One number per stage.
+        kv_stride: Stride of the projections to keys and values; 2 keeps a quarter of the tokens.
         drop_rate, proj_drop_rate, drop_path_rate: Dropout before the head, after the projections, and of whole
             branches, growing from 0 at the first block to the rate given at the last.
         attention: Name of a registered attention; "softmax" is CvT itself.
-        attention_options: Options of that attention for all stages, or a sequence of them, one a stage
-            (SimA's `token_ref` is another number in each).
+        attention_options: Options of that attention for all stages, or a sequence with one mapping per stage (SimA's
+            `token_ref` differs between stages).
     """
 
     def __init__(
@@ -218,7 +226,7 @@ class Cvt(nn.Module):
                 raise ValueError(f"{name} must have one entry for each of the {count} embed_dims, got {values}")
         if min(depths, default=0) < 1 or kv_stride < 1:
             raise ValueError(
-                f"CvT needs a block or more in each stage and a kv_stride of 1 or more, got {depths=}, {kv_stride=}"
+                f"CvT needs at least one block per stage and a kv_stride of at least 1, got {depths=}, {kv_stride=}"
             )
         attn_layer = cvt_attention_class(attention)
         rates: Iterator[Any] = iter(calculate_drop_path_rates(drop_path_rate, sum(depths)))
@@ -285,16 +293,16 @@ class Cvt(nn.Module):
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """Images -> maps [B, C, rows, columns] of the stages asked for, with what `forward_features` gives before them.
+        """Images -> (the output of `forward_features`, maps [B, C, rows, columns] of the stages in `indices`).
 
         Args:
             x: Images [B, in_chans, height, width].
             indices: The last n stages if an int, all if None.
             norm: Apply the final norm to the last stage's map, the only one it fits.
-            stop_early: Run no stage after the last one asked for; if that leaves some out, the tokens returned
-                are those of the last one that ran, without the final norm.
-            output_fmt: "NCHW", or "NLC" for tokens [B, rows * columns, C]; the class token is left out of both.
-            intermediates_only: Return the list alone.
+            stop_early: Skip the stages after the last one in `indices`. If any is skipped, the tokens returned are
+                those of the last stage that ran, without the final norm.
+            output_fmt: "NCHW", or "NLC" for tokens [B, rows * columns, C]; both without the class token.
+            intermediates_only: Return only the list of maps.
         """
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}")
@@ -313,9 +321,9 @@ class Cvt(nn.Module):
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Drop the stages after the last one asked for, and return the indices of those asked for."""
+        """Remove the stages after the last one in `indices`; returns the indices as a list."""
         wanted, last = feature_take_indices(len(self.stages), indices)
-        if prune_norm or last + 1 < len(self.stages):  # the norm fits the last stage alone
+        if prune_norm or last + 1 < len(self.stages):  # the norm fits only the last stage
             self.norm = nn.Identity()
         self.stages = self.stages[: last + 1]
         if prune_head:
@@ -323,11 +331,11 @@ class Cvt(nn.Module):
         return wanted
 
     def get_classifier(self) -> nn.Module:
-        """The layer that gives the logits."""
+        """The classification layer."""
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """A new head for that many classes (0: none) and, if given, another pooling."""
+        """Replace the head by one for `num_classes` classes (0: no head) and, if given, the pooling."""
         if global_pool is not None:
             if global_pool not in POOLS:
                 raise ValueError(f"global_pool must be one of {', '.join(map(repr, POOLS))}, got {global_pool!r}")
@@ -360,7 +368,7 @@ class Cvt(nn.Module):
 
 
 def init_weights(module: nn.Module) -> None:
-    """CvT's start: Linear layers and the class token normal with deviation 0.02, convolutions as torch has them."""
+    """CvT's initial values: Linear layers and class token normal with deviation 0.02, convolutions as in torch."""
     if isinstance(module, nn.Linear):
         nn.init.trunc_normal_(module.weight, std=0.02)
         if module.bias is not None:
@@ -392,18 +400,18 @@ for _name in ("query", "key", "value"):
 
 
 def from_transformers_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of transformers' CvtForImageClassification under our names; every key has a place, or an error."""
-    ours, left = {}, []
+    """The weights of transformers' CvtForImageClassification under our names; raises if a key is unknown."""
+    ours, unknown = {}, []
     for key, value in state_dict.items():
         module, _, leaf = key.rpartition(".")
         name = _FROM_TRANSFORMERS.get(re.sub(r"\d+", "{}", module))
         if name is None:
-            left.append(key)
+            unknown.append(key)
         else:
             ours[f"{name.format(*re.findall(r'[0-9]+', module))}.{leaf}"] = value
-    if left:
+    if unknown:
         raise ValueError(
-            f"not a state dict of transformers' CvtForImageClassification, no place for these keys: {', '.join(left)}"
+            f"not a state dict of transformers' CvtForImageClassification; unknown keys: {', '.join(unknown)}"
         )
     return ours
 
@@ -412,33 +420,23 @@ SIZES: dict[str, dict[str, Any]] = {
     "sima_cvt_13": {"depths": (1, 2, 10)},
     "sima_cvt_21": {"depths": (1, 4, 16)},
 }
-CFGS = {name: default_cfg(224, first_conv="stages.0.patch_embed.proj", classifier="head") for name in SIZES}
-TRAINED_TOKENS = (56 * 56, 28 * 28, 14 * 14 + 1)  # of the three stages at 224 px, class token included
+TRAINED_TOKENS = (56 * 56, 28 * 28, 14 * 14 + 1)  # per stage at 224 px, with the class token
 
 
-def build_cvt(
-    name: str, *, pretrained: bool = False, relu: bool = False, token_ref: str | None = None, **kwargs
-) -> Cvt:
-    """A CvT of any input size; other arguments are those of Cvt.
+def build_cvt(name: str, *, token_ref: str | None = None, **kwargs) -> Cvt:
+    """A CvT of any input size.
 
-    Args:
-        name: A key of SIZES.
-        pretrained: Load the file that `pretrained_cfg_overlay` names.
-        relu: ReLU in place of GELU.
-        token_ref: None is the paper; "train" makes up for other image sizes than the training size's.
-        kwargs: Arguments of Cvt.
+    `token_ref` None is the paper; "train" compensates for image sizes other than the training size. Other arguments
+    are those of `build_model` and Cvt.
     """
-    if relu:
-        kwargs["act_layer"] = relu_instead(kwargs.get("act_layer"))
     if token_ref is not None:
         if token_ref != "train" or kwargs.get("attention", "sima") != "sima" or kwargs.get("attention_options"):
             raise ValueError(
                 f"token_ref must be None or 'train', with SimA attention and no attention_options, got {token_ref!r}; "
-                "give attention_options=[{'token_ref': ...}, ...], one a stage, for anything else"
+                "otherwise use attention_options=[{'token_ref': ...}, ...] with one entry per stage"
             )
         kwargs["attention_options"] = [{"token_ref": tokens} for tokens in TRAINED_TOKENS]
-    feature_cfg = {"out_indices": kwargs.pop("out_indices", 3), "feature_cls": "getter"}
-    return build_model_with_cfg(Cvt, name, pretrained, feature_cfg=feature_cfg, **kwargs)
+    return build_model(Cvt, name, **kwargs)
 
 
-register_family(__name__, SIZES, CFGS, build_cvt)
+register_family(__name__, SIZES, build_cvt, first_conv="stages.0.patch_embed.proj")

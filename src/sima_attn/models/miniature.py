@@ -1,22 +1,20 @@
 """Small models for images of 64 pixels, at most 6 M parameters: a ViT and an XCiT, with any attention of the registry.
 
-They are what `sima reproduce miniature` compares attentions in, and what the weights in the package are of.
+`sima reproduce miniature` compares attentions in these models, and the package contains weights for some of them.
 Shapes: B batch, N patch tokens, C channels; images [B, 3, height, width] -> logits [B, K].
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 from timm.layers import DropPath, LayerScale, to_2tuple
-from timm.models import build_model_with_cfg
 from timm.models.vision_transformer import Block, VisionTransformer
-from timm.models.vision_transformer import checkpoint_filter_fn as vit_filter
-from timm.models.xcit import LPI, conv3x3
-from timm.models.xcit import checkpoint_filter_fn as xcit_filter
+from timm.models.xcit import LPI, checkpoint_filter_fn, conv3x3
 from torch import Tensor, nn
 
-from sima_attn.models._build import choose_attention, default_cfg, register_family, relu_instead
-from sima_attn.models.pretrained import shipped_cfg, weights_file
+from sima_attn.models._build import build_model, register_family
+from sima_attn.models.deit import build_vit
 from sima_attn.models.xcit import SimXcit
 from sima_attn.nn.grid import token_grid
 
@@ -31,7 +29,7 @@ VIT: dict[str, Any] = {
     "class_token": False,
     "global_pool": "avg",
 }
-# XCiT-Tiny's width and class attention; ten layers of its twelve, so that it stays under 6 M parameters.
+# XCiT-Tiny's width and class attention; ten layers instead of twelve, to stay under 6 M parameters.
 XCIT: dict[str, Any] = {"img_size": PX, "embed_dim": 192, "depth": 10, "num_heads": 4, "eta": 1.0, "tokens_norm": True}
 VIT_VARIANTS: dict[str, dict[str, Any]] = {
     "": {},
@@ -40,26 +38,18 @@ VIT_VARIANTS: dict[str, dict[str, Any]] = {
     "_local": {"local_mixer": True},
 }
 XCIT_VARIANTS: dict[str, dict[str, Any]] = {"": {}, "_relu": {"relu": True}, "_nolpi": {"lpi": False}}
-SIZES = {
-    **{f"sima_vit_mini_patch4_64{suffix}": {**VIT, **variant} for suffix, variant in VIT_VARIANTS.items()},
-    **{f"sima_xcit_mini_p4_64{suffix}": {**XCIT, **variant} for suffix, variant in XCIT_VARIANTS.items()},
-}
-
-
-def _cfg(name: str) -> dict[str, Any]:
-    first = "patch_embed.proj.0.0" if "xcit" in name else "patch_embed.proj"
-    shipped = shipped_cfg(name) if weights_file(name).is_file() else {}  # so that timm lists it as pretrained
-    return {**default_cfg(PX, num_classes=CLASSES, first_conv=first, classifier="head"), **shipped}
+VIT_SIZES = {f"sima_vit_mini_patch4_64{suffix}": {**VIT, **variant} for suffix, variant in VIT_VARIANTS.items()}
+XCIT_SIZES = {f"sima_xcit_mini_p4_64{suffix}": {**XCIT, **variant} for suffix, variant in XCIT_VARIANTS.items()}
+SIZES = {**VIT_SIZES, **XCIT_SIZES}
 
 
 torch.fx.wrap("token_grid")  # one node of a traced graph: torch.fx knows no number of tokens
 
 
 class LocalBlock(Block):
-    """timm's block with a local mixer, XCiT's LPI, in a residual branch of its own between attention and MLP.
+    """timm's block with a local mixer, XCiT's LPI, in a residual branch between attention and MLP.
 
-    SimA's output is small beside v; a convolution of v added to it would drown it. In a branch of its own it
-    does not.
+    It has its own branch because SimA's output is small compared to v: a convolution of v added to it would dominate.
     """
 
     def __init__(self, dim: int, num_heads: int, **kwargs: Any) -> None:
@@ -79,14 +69,15 @@ class LocalBlock(Block):
 
 
 class MiniVit(VisionTransformer):
-    """timm's VisionTransformer with two ways to start the projections of q and k.
+    """timm's VisionTransformer with two options for the initial values of the projections to q and k.
 
     `qk_init` multiplies their initial weights. SimA's output does not change when a channel of q or k is scaled, and
-    Adam's steps do not change with the gradient: the initial size of the two projections is nothing but their
-    learning rate, 1 / qk_init times it.
+    Adam's steps do not depend on the size of the gradient. The initial size of the two projections therefore only
+    changes their learning rate, by a factor of 1 / qk_init.
 
-    `qk_bias` is their initial bias. With 0, as everywhere, SimA's first weights are noise of both signs; with 1, large
-    beside the weights' part, all are nearly D / N^2 and the attention starts as softmax does, as a mean of v.
+    `qk_bias` is their initial bias. With 0, the default, SimA's first attention weights are noise of both signs. With
+    1, which is large compared to the weights' part, all are close to D / N^2, so that the attention starts as a mean of
+    v, like softmax.
     """
 
     def __init__(self, *args, qk_init: float = 1.0, qk_bias: float = 0.0, **kwargs) -> None:
@@ -98,7 +89,7 @@ class MiniVit(VisionTransformer):
         with torch.no_grad():
             blocks: Any = self.blocks
             for block in blocks:
-                qkv = block.attn.qkv  # the rows of v are the last, also where one projection is q and k
+                qkv = block.attn.qkv  # the last rows are those of v, also where q and k share one projection
                 qkv.weight[: -self.embed_dim].mul_(qk_init)
                 if qk_bias:
                     qkv.bias[: -self.embed_dim].fill_(qk_bias)
@@ -122,7 +113,7 @@ class ConvStem(nn.Module):
 class MiniXcit(SimXcit):
     """XCiT with a stem for patches of 4 pixels."""
 
-    # The stems there are have patches of 8 or 16: an image of twice the side has as many of 8 as this one of 4.
+    # SimXcit supports patches of 8 and 16. An image of twice the side has as many patches of 8 as this one of 4.
     trained_px = 2 * PX
 
     def __init__(
@@ -142,76 +133,18 @@ class MiniXcit(SimXcit):
             info["reduction"] = PATCH
 
 
-def build_vit(
-    name: str,
-    *,
-    pretrained: bool = False,
-    attention: str = "sima",
-    attention_options: dict[str, Any] | None = None,
-    token_ref: float | str | None = None,
-    relu: bool = False,
-    local_mixer: bool = False,
-    class_token: bool = False,
-    **kwargs,
-) -> MiniVit:
-    """A ViT of any input size; average pooling unless a class token is asked for.
+def build_mini_vit(name: str, *, local_mixer: bool = False, class_token: bool = False, **kwargs) -> VisionTransformer:
+    """A ViT of any input size; average pooling unless `class_token` is True and `global_pool` is "token".
 
-    Args:
-        name: A key of SIZES.
-        attention: Name of a registered attention, `attention_options` its options.
-        token_ref: None is the paper; "train" makes up for other image sizes than the training size's.
-        relu: ReLU in place of GELU.
-        local_mixer: LPI in a residual branch of its own; then the images are square and there is no class token.
-        class_token: As in timm; it needs global_pool="token" to be what is classified.
-        kwargs: Those of MiniVit and of timm's VisionTransformer.
+    `local_mixer` adds LPI in a residual branch; the images must then be square. Other arguments are those of
+    `build_vit` and MiniVit.
     """
     if local_mixer and (class_token or kwargs.get("reg_tokens")):
-        raise ValueError("the local mixer needs all tokens on a grid: class_token=False and no reg_tokens")
-    if relu:
-        kwargs["act_layer"] = relu_instead(kwargs.get("act_layer"))
-    prefix = int(class_token) + kwargs.get("reg_tokens", 0)
-    patch = kwargs["patch_size"]
-    height, width = to_2tuple(kwargs["img_size"])
-    layer = choose_attention(
-        attention,
-        options=attention_options,
-        token_ref=token_ref,
-        trained_tokens=(PX // patch) ** 2 + prefix,
-        num_tokens=-(-height // patch) * -(-width // patch) + prefix,
-        has_class_token=prefix > 0,
-    )
-    return build_model_with_cfg(
-        MiniVit,
-        name,
-        pretrained,
-        pretrained_filter_fn=vit_filter,
-        feature_cfg={"out_indices": kwargs.pop("out_indices", 3), "feature_cls": "getter"},
-        attn_layer=layer,
-        block_fn=LocalBlock if local_mixer else Block,
-        class_token=class_token,
-        **{"dynamic_img_size": True, "dynamic_img_pad": True, **kwargs},
-    )
+        raise ValueError("the local mixer needs all tokens on a grid: use class_token=False and no reg_tokens")
+    block = LocalBlock if local_mixer else Block
+    return build_vit(MiniVit, VIT_SIZES, name, class_token=class_token, block_fn=block, **kwargs)
 
 
-def build_xcit(name: str, *, pretrained: bool = False, relu: bool = False, **kwargs) -> MiniXcit:
-    """An XCiT of any input size; `relu` puts ReLU in the place of every GELU (stem, LPI, MLPs).
-
-    Other arguments are those of SimXcit (`attention`, `class_attention`, `lpi`, `token_ref`) and timm's Xcit.
-    """
-    if relu:
-        kwargs["act_layer"] = relu_instead(kwargs.get("act_layer"))
-    return build_model_with_cfg(
-        MiniXcit,
-        name,
-        pretrained,
-        pretrained_filter_fn=xcit_filter,
-        feature_cfg={"out_indices": kwargs.pop("out_indices", 3), "feature_cls": "getter"},
-        **kwargs,
-    )
-
-
-def _build(name: str, **kwargs) -> nn.Module:
-    return build_xcit(name, **kwargs) if "xcit" in name else build_vit(name, **kwargs)
-
-
-register_family(__name__, SIZES, {name: _cfg(name) for name in SIZES}, _build)
+register_family(__name__, VIT_SIZES, build_mini_vit, first_conv="patch_embed.proj", num_classes=CLASSES)
+build_mini_xcit = partial(build_model, MiniXcit, filter_fn=checkpoint_filter_fn)
+register_family(__name__, XCIT_SIZES, build_mini_xcit, first_conv="patch_embed.proj.0.0", num_classes=CLASSES)

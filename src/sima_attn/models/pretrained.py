@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from sima_attn._errors import unknown_name
 from sima_attn._files import atomic_write
+from sima_attn.models.preprocessing import Preprocessing
+from sima_attn.models.weight_files import ABOUT, check_fits, read_about
 
 WEIGHTS = Path(__file__).parents[1] / "weights"
 MOST_BYTES = 12_000_000
-_KEY = "about"  # where `sima train` writes recipe and classes too, so that its readers read these files
 
 
 @dataclass(frozen=True)
@@ -49,16 +50,17 @@ class Card:
     terms: str
     words: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """How a photo is made ready for the model."""
+        facts = {"size": self.size, "mean": self.mean, "std": self.std}
+        return Preprocessing.from_recipe({**self.recipe.get("data", {}), **facts})
+
     def timm_cfg(self) -> dict[str, Any]:
         """The card in the fields of timm's pretrained configuration."""
-        data = self.recipe.get("data", {})
         return {
+            **self.preprocessing.to_timm(),
             "num_classes": len(self.classes),
-            "input_size": (3, self.size, self.size),
-            "mean": tuple(self.mean),
-            "std": tuple(self.std),
-            "crop_pct": data.get("crop_ratio", 1.0),
-            "interpolation": data.get("interpolation", "bicubic"),
             "label_names": tuple(self.classes),
             "label_descriptions": dict(self.words),
             "description": f"{self.top1:.1f} % top-1 on {self.images} val images. {self.terms}",
@@ -70,11 +72,16 @@ def weights_file(name: str) -> Path:
     return WEIGHTS / f"{name}.safetensors"
 
 
+def shipped_models() -> list[str]:
+    """Names of the models whose weights come with the package."""
+    return sorted(file.stem for file in WEIGHTS.glob("*.safetensors"))
+
+
 def shipped_cfg(name: str) -> dict[str, Any]:
     """The fields of timm's configuration for a model that comes with weights; an error for any other."""
     path = weights_file(name)
     if not path.is_file():
-        shipped = ", ".join(sorted(file.stem for file in WEIGHTS.glob("*.safetensors"))) or "none"
+        shipped = ", ".join(shipped_models()) or "none"
         raise ValueError(
             f"there are no published weights for {name} (weights come with the package for: {shipped}): use "
             "pretrained=False, or give weights of your own with pretrained_cfg_overlay=dict(file=path)"
@@ -84,10 +91,7 @@ def shipped_cfg(name: str) -> dict[str, Any]:
 
 def read_card(path: Path) -> Card:
     """The card in a file that `save_shipped` wrote."""
-    from safetensors import safe_open
-
-    with safe_open(path, "pt") as file:
-        about = json.loads((file.metadata() or {}).get(_KEY, "{}"))
+    about = read_about(path)
     missing = [name for name in ("classes", "recipe", "epochs", "top1", "terms") if name not in about]
     if missing:
         raise ValueError(f"{path} has no {', '.join(missing)} in its metadata: it was not written by `sima ship`")
@@ -163,20 +167,11 @@ def save_shipped(weights: Mapping[str, Tensor], name: str, card: Card) -> Path:
 
     with torch.device("meta"):
         wanted = timm.create_model(name, num_classes=len(card.classes)).state_dict()
-    wrong = [key for key in sorted(wanted.keys() | weights.keys()) if _shape(wanted, key) != _shape(weights, key)]
-    if wrong:
-        raise ValueError(
-            f"these weights are not those of {name}: {wrong[0]} is {_shape(weights, wrong[0])}, the model's is "
-            f"{_shape(wanted, wrong[0])} ({len(wrong)} such keys); train the model under that very name"
-        )
+    check_fits(weights, wanted, f"these weights are not those of {name}", "; train the model under this name")
     path = weights_file(name)
     with atomic_write(path) as temporary:
-        save_file(in_half(weights), temporary, metadata={_KEY: json.dumps(asdict(card))})
+        save_file(in_half(weights), temporary, metadata={ABOUT: json.dumps(asdict(card))})
         size = temporary.stat().st_size
         if size > MOST_BYTES:
             raise ValueError(f"{name} takes {size / 1e6:.1f} MB, a file may have {MOST_BYTES / 1e6:.0f} MB")
     return path
-
-
-def _shape(tensors: Mapping[str, Tensor], key: str) -> tuple[int, ...] | str:
-    return tuple(tensors[key].shape) if key in tensors else "missing"

@@ -15,7 +15,6 @@ import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from timm.layers import resample_abs_pos_embed
@@ -24,9 +23,7 @@ from timm.models.xcit import Xcit
 from torch import Tensor, nn
 
 from sima_attn._files import atomic_write
-
-StateDict = dict[str, Tensor]
-WRAPPERS = ("model", "state_dict")
+from sima_attn.models.weight_files import StateDict, check_fits, read_state_dict
 
 
 @dataclass(frozen=True)
@@ -50,7 +47,11 @@ def load_official(model: nn.Module, path: str | Path) -> LoadReport:
     A softmax or XCA checkpoint warm-starts the SimA twin: its accuracy comes back with fine-tuning only.
     """
     _check_family(model)
-    state = read_state_dict(Path(path))
+    return load_any(model, read_state_dict(Path(path)), f"{path} does not fit this model")
+
+
+def load_any(model: nn.Module, state: StateDict, error: str) -> LoadReport:
+    """Load weights under the names of timm or of the official code; where they do not fit, raise with this text."""
     dropped: dict[str, str] = {}
     changed: dict[str, str] = {}
     wanted = model.state_dict()
@@ -63,7 +64,7 @@ def load_official(model: nn.Module, path: str | Path) -> LoadReport:
             renamed[new_key] = part
     if isinstance(model, VisionTransformer):
         _resample_positions(model, renamed, changed)
-    _check_complete(renamed, wanted, path)
+    check_fits(renamed, wanted, error)
     model.load_state_dict(renamed)
     return LoadReport(len(renamed), dropped, changed)
 
@@ -86,33 +87,6 @@ def save_official(model: nn.Module, path: str | Path) -> None:
 def _check_family(model: nn.Module) -> None:
     if not isinstance(model, VisionTransformer | Xcit):
         raise ValueError(f"official checkpoints exist for DeiT and XCiT models, got a {type(model).__name__}")
-
-
-def read_state_dict(path: Path) -> StateDict:
-    """The tensors of a .safetensors file, or of a torch file, alone or wrapped; no code in it is run."""
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file of weights {path}")
-    try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            content: Any = load_file(path)
-        else:
-            content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever torch and safetensors say of a file that is none of theirs
-        raise ValueError(
-            f"{path} cannot be read as weights: give a .safetensors file, or a .pth that holds tensors alone"
-        ) from error
-    for wrapper in WRAPPERS:
-        if isinstance(content, dict) and isinstance(content.get(wrapper), dict):
-            content = content[wrapper]
-    named = isinstance(content, dict) and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in content.items())
-    if not named:
-        raise ValueError(
-            f"{path} holds no state dict (names and their tensors), alone or under one of "
-            f"{', '.join(map(repr, WRAPPERS))}"
-        )
-    return {key.removeprefix("module."): value for key, value in content.items()}
 
 
 def _to_ours(key: str, tensor: Tensor, model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -154,18 +128,3 @@ def _resample_positions(model: VisionTransformer, state: StateDict, changed: dic
     grid = model.patch_embed.grid_size
     state["pos_embed"] = resample_abs_pos_embed(given, new_size=list(grid), num_prefix_tokens=model.num_prefix_tokens)
     changed["pos_embed"] = f"resampled from {given.shape[1]} to {wanted.shape[1]} tokens"
-
-
-def _check_complete(given: StateDict, wanted: StateDict, path: str | Path) -> None:
-    problems = {
-        "missing in the file": sorted(wanted.keys() - given.keys()),
-        "without a place in the model": sorted(given.keys() - wanted.keys()),
-        "of another shape": [
-            f"{key} {tuple(given[key].shape)}, the model has {tuple(wanted[key].shape)}"
-            for key in sorted(given.keys() & wanted.keys())
-            if given[key].shape != wanted[key].shape
-        ],
-    }
-    if any(problems.values()):
-        told = "; ".join(f"{what}: {', '.join(keys)}" for what, keys in problems.items() if keys)
-        raise ValueError(f"{path} does not fit this model. {told}")

@@ -1,20 +1,20 @@
-"""XCiT with any attention of the registry: timm's Xcit with its attention exchanged.
+"""XCiT with any attention of the registry: timm's Xcit with another attention.
 
 Shapes: B batch, N patch tokens, C channels; images [B, 3, height, width] -> logits [B, K].
 """
 
+from functools import partial
 from typing import Any
 
 from timm.layers import to_2tuple
-from timm.models import build_model_with_cfg
 from timm.models.xcit import Xcit, checkpoint_filter_fn
 from torch import Tensor, nn
 
 from sima_attn._errors import unknown_name
-from sima_attn.models._build import choose_attention, default_cfg, register_family, relu_instead, resolve_token_ref
+from sima_attn.models._build import build_model, choose_attention, register_family, resolve_token_ref
 from sima_attn.nn import SimClassAttention
 
-# LayerScale starts at 1.0 in 12 layers and at 1e-5 in more; the paper does not say it of the one with 20.
+# LayerScale starts at 1.0 with 12 layers and at 1e-5 with more; the paper does not state it for 20 layers.
 WIDTHS: dict[str, dict[str, Any]] = {
     "nano_12": {"embed_dim": 128, "depth": 12, "num_heads": 4, "eta": 1.0, "tokens_norm": False},
     "tiny_12": {"embed_dim": 192, "depth": 12, "num_heads": 4, "eta": 1.0, "tokens_norm": True},
@@ -34,16 +34,15 @@ SIZES = {
     for patch in PATCHES[width]
     for suffix, variant in VARIANTS.items()
 }
-CFGS = {name: default_cfg(TRAINED_PX, first_conv="patch_embed.proj.0.0", classifier="head") for name in SIZES}
 CLASS_ATTENTIONS = ("sima", "softmax")
 
 
 class SimXcit(Xcit):
-    """timm's Xcit whose self-attention, class attention and local patch interaction (LPI) can be chosen.
+    """timm's Xcit with a choice of self-attention, class attention and local patch interaction (LPI).
 
-    `class_token_ref` r multiplies the output of SimA's class attention by N / r, whatever `token_ref` does to the
-    rest; "train" is the number of its tokens at the training size. With the paper's, which has no such factor, an
-    untrained class token hardly depends on the image; at r = sqrt(N) it does as much as with softmax.
+    `class_token_ref` r multiplies the output of SimA's class attention by N / r, independently of `token_ref`; "train"
+    is the number of its tokens at the training size. Without that factor, as in the paper, an untrained class token
+    hardly depends on the image; with r = sqrt(N) it depends on it as much as with softmax.
     """
 
     trained_px = TRAINED_PX
@@ -72,11 +71,13 @@ class SimXcit(Xcit):
         if class_attention not in CLASS_ATTENTIONS:
             raise unknown_name("class attention", class_attention, CLASS_ATTENTIONS)
         if class_token_ref is not None and class_attention != "sima":
-            raise ValueError(f"class_token_ref is for SimA's class attention, and this one is {class_attention!r}")
+            raise ValueError(
+                f"class_token_ref is for SimA's class attention only, got class_attention={class_attention!r}"
+            )
         height, width = to_2tuple(img_size)
         whole = (-(-height // patch_size) * patch_size, -(-width // patch_size) * patch_size)
         super().__init__(
-            img_size=whole,  # only written down by timm: any size runs
+            img_size=whole,  # timm only stores it: any size runs
             patch_size=patch_size,
             num_heads=num_heads,
             qkv_bias=qkv_bias,
@@ -113,7 +114,7 @@ class SimXcit(Xcit):
 
 
 class BlockWithoutLpi(nn.Module):
-    """The paper's ablation: an XCiT block, its parts kept, without the local patch interaction."""
+    """The paper's ablation: an XCiT block without the local patch interaction."""
 
     def __init__(self, block: Any) -> None:
         super().__init__()
@@ -121,26 +122,10 @@ class BlockWithoutLpi(nn.Module):
         self.norm2, self.mlp, self.drop_path2, self.gamma2 = block.norm2, block.mlp, block.drop_path2, block.gamma2
 
     def forward(self, x: Tensor, H: int, W: int) -> Tensor:
-        """Tokens [B, N, C] -> tokens [B, N, C]; the grid H x W is what LPI would have used."""
+        """Tokens [B, N, C] -> tokens [B, N, C]; only LPI would use the grid H x W."""
         x = x + self.drop_path1(self.gamma1 * self.attn(self.norm1(x)))
         return x + self.drop_path2(self.gamma2 * self.mlp(self.norm2(x)))
 
 
-def build_xcit(name: str, *, pretrained: bool = False, relu: bool = False, **kwargs) -> SimXcit:
-    """An XCiT of any input size; `relu` puts ReLU in the place of every GELU (stem, LPI, MLPs).
-
-    Other arguments are those of SimXcit and timm's Xcit.
-    """
-    if relu:
-        kwargs["act_layer"] = relu_instead(kwargs.get("act_layer"))
-    return build_model_with_cfg(
-        SimXcit,
-        name,
-        pretrained,
-        pretrained_filter_fn=checkpoint_filter_fn,
-        feature_cfg={"out_indices": kwargs.pop("out_indices", 3), "feature_cls": "getter"},
-        **kwargs,
-    )
-
-
-register_family(__name__, SIZES, CFGS, build_xcit)
+build_xcit = partial(build_model, SimXcit, filter_fn=checkpoint_filter_fn)
+register_family(__name__, SIZES, build_xcit, first_conv="patch_embed.proj.0.0")

@@ -1,13 +1,14 @@
-"""sima_attention: checks what it is given, chooses order and backend, runs.
+"""sima_attention: checks its arguments, chooses the order and the backend, and computes the output.
 
 `sima_attention_qkv` is the same for the packed projection of self-attention, which the fused kernels read and
 differentiate without a copy.
 
-Shapes: B batch, H heads, N query tokens, M key tokens, D channels a head, Dv value channels a head.
+Shapes: B batch, H heads, N query tokens, M key tokens, D channels per head, Dv value channels per head.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
@@ -25,38 +26,41 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # s = 1 / (|Q|_1 |K|_1) must stay finite in float32 when both norms are eps.
 SMALLEST_EPS = 1e-18
 LARGE = 2**31
-# The projection joins the kernels where its input has so many numbers, and a head so many more tokens than channels:
-# fewer, and the products with the small matrices cost what they save.
+# The projection is folded into the attention from this many numbers in q, and this many tokens per channel of a head.
+# Below that, the products with the small matrices cost as much as they save.
 PROJECTED_NUMBERS, PROJECTED_TOKENS = 2**23, 8
 
 
 class Plan(NamedTuple):
-    """What a call of `sima_attention` runs: the order of the products and the backend."""
+    """How a call of `sima_attention` is computed: the order of the products and the backend."""
 
     order: str
     backend: str
 
 
-_watchers: list[Callable[[Plan], object]] = []
+_plan_callback: ContextVar[Callable[[Plan], object] | None] = ContextVar("plan_callback", default=None)
 
 
 @contextmanager
-def watched_plans(watch: Callable[[Plan], object]) -> Iterator[None]:
-    """Within it, `watch` is told of every plan that is made: what a model that runs really does."""
-    _watchers.append(watch)
+def plan_callback(callback: Callable[[Plan], object]) -> Iterator[None]:
+    """Call `callback` with each plan that this thread makes within the context, e.g. to report the orders of a model.
+
+    Plans that torch.compile or torch.export makes while it traces are not reported.
+    """
+    token = _plan_callback.set(callback)
     try:
         yield
     finally:
-        _watchers.remove(watch)
+        _plan_callback.reset(token)
 
 
 def plan(q: Tensor, k: Tensor, v: Tensor, *, order: str = "auto", backend: str = "auto") -> Plan:
-    """The plan `sima_attention` follows for these tensors and settings. A named backend is never replaced."""
+    """The order and backend that `sima_attention` uses for these tensors. A named backend is never replaced."""
     check_order(order)
     if backend not in BACKENDS:
         raise unknown_name("backend", backend, BACKENDS)
     if backend == "auto":
-        # An exported program is portable: it may be run without this package, or become an ONNX file.
+        # An exported program must run without this package, and may become an ONNX file.
         use_kernels = q.is_cuda and not _is_exporting() and unsupported_reason(q, k, v, order) is None
         backend = "triton" if use_kernels else "eager"
     elif backend == "triton" and (reason := unsupported_reason(q, k, v, order)) is not None:
@@ -69,22 +73,22 @@ def plan(q: Tensor, k: Tensor, v: Tensor, *, order: str = "auto", backend: str =
     elif order == "auto" and _is_exporting():
         N, M, D, Dv = _example_size(N), _example_size(M), _example_size(D), _example_size(Dv)
     chosen = Plan(order=resolve_order(order, N, M, D, Dv), backend=backend)
-    for watch in _watchers:
-        watch(chosen)
+    if not torch.compiler.is_compiling() and (callback := _plan_callback.get()) is not None:
+        callback(chosen)
     return chosen
 
 
 def _is_exporting() -> bool:
-    # In torch 2.11 is_exporting() is True under torch.compile as well; the flag behind it is not.
+    # In torch 2.11 is_exporting() is also True under torch.compile; the flag that it reads is not.
     return torch.compiler._is_exporting_flag
 
 
 def _example_size(size: int | torch.SymInt) -> int:
-    """The size in the example that is being exported.
+    """The size in the example input of an export.
 
-    Comparing a dynamic size would make the choice a condition of the exported program, and token counts on
-    the other side of the rule an error. Either order is right for every count, so the example decides. A
-    size without an example counts as large: then the order is linear in the tokens.
+    Comparing a dynamic size would add a condition to the exported program, which then fails for token counts on the
+    other side of it. Either order is right for every count, so the example decides. A size without an example counts
+    as large, which gives the order that is linear in the tokens.
     """
     return size if isinstance(size, int) else int(size.node.hint or LARGE)
 
@@ -105,23 +109,23 @@ def sima_attention(
 
         O = Q diag(s) K^T V,    s_c = 1 / (|Q^c|_1 |K^c|_1)
 
-    Sums run in float32 (float64 for float64 inputs) and the result has the dtype of the inputs. Strided
-    views are read as they are. NaN and infinity in an input that is not masked spread, as in torch.matmul.
+    Sums run in float32 (float64 for float64 inputs) and the result has the dtype of the inputs. Strided views are read
+    in place. NaN and infinity propagate from tokens that are not masked, as in torch.matmul.
 
     Args:
         q: [B, H, N, D].
         k: [B, H, M, D].
         v: [B, H, M, Dv].
         key_mask: bool [B, M], True for a real token. A masked key and its value have no influence at all.
-        query_mask: bool [B, N], True for a real token. A masked query is left out of |Q|_1 and its output
-            is 0. To pad self-attention exactly, give both masks.
-        order: "kv" computes Q (K^T V), linear in the tokens; "qk" computes (Q K^T) V; "auto" takes the
-            cheaper one, see `choose_order`.
-        token_ref: The number of tokens the model was trained with. The output then is multiplied by
-            N / token_ref, which undoes its shrinking as 1/N at other image sizes. None is the paper.
-        eps: Least value of a norm, so that a channel of zeros gives zeros.
-        backend: "eager" is plain torch on any device, "triton" the fused kernels for CUDA; "auto" takes the kernels
-            where they can run, see `plan`. A named backend runs or raises.
+        query_mask: bool [B, N], True for a real token. A masked query is omitted from |Q|_1 and its output is 0. For
+            exact padding in self-attention, pass both masks.
+        order: "kv" computes Q (K^T V), linear in the tokens; "qk" computes (Q K^T) V; "auto" uses the cheaper one, see
+            `choose_order`.
+        token_ref: The number of tokens the model was trained with. The output is multiplied by N / token_ref, because
+            it shrinks as 1/N at other image sizes. None is the paper.
+        eps: Smallest value of a norm, so that a channel of zeros gives zeros.
+        backend: "eager" is plain torch on any device, "triton" the fused kernels for CUDA; "auto" uses the kernels
+            where they are supported, see `plan`. A named backend runs or raises.
     """
     key = _call_key((q, k, v, key_mask, query_mask), (order, token_ref, eps, backend))
     if key is not None and (call := _prepared.get(key)) is not None:
@@ -142,27 +146,28 @@ def sima_attention(
     return call(q, k, v, query_mask=query_mask, key_mask=key_mask).transpose(1, 2)
 
 
-# Calls that need no checks: everything the checks look at is in the key, and everything that happens is recorded.
+# Calls that need no checks, because the key holds everything that the checks depend on.
 _prepared: dict[tuple, Callable[..., Tensor]] = {}
 MOST_PREPARED = 1024
 
 
 def _call_key(tensors: tuple[Tensor | None, ...], options: tuple) -> tuple | None:
-    """The key of a call that the kernels may take as it is; None where a compiler, for example, looks at it."""
+    """The key of a plain call on a device that has the kernels; None for others, e.g. while torch.compile traces."""
     if not is_plain_call(*tensors) or not (INTERPRETED or getattr(tensors[0], "is_cuda", False)):
         return None
     return (*map(describe, tensors), *options)
 
 
 def _triton_call(key: tuple | None, order: str, token_ref: float | None, eps: float) -> Callable[..., Tensor]:
-    """What runs the kernels for q, k and v, or for packed qkv; remembered where there is a key."""
-    from sima_attn.ops.triton_op import OperatorCall, PreparedCall
+    """A function that runs the kernels for q, k and v, or for packed qkv; cached if there is a key."""
+    from sima_attn.ops.triton_op import PreparedCall
 
+    call = PreparedCall(order, token_ref, eps)
     if key is None:
-        return OperatorCall(order, token_ref, eps)
+        return call.through_operator
     if len(_prepared) >= MOST_PREPARED:
         _prepared.clear()
-    call = _prepared[key] = PreparedCall(order, token_ref, eps)
+    _prepared[key] = call
     return call
 
 
@@ -203,10 +208,10 @@ def sima_attention_qkv(
 
 
 def folds_projection(qkv: Tensor, *, order: str = "auto") -> bool:
-    """True where the projection after the attention should join it: `sima_projected` of these q, k and v.
+    """True where `sima_projected` should compute the attention and the projection after it together.
 
-    That is in compiled inference with many tokens on a CUDA device. Called from Python, the sum with the bias would
-    be a pass of its own, which takes what is saved; float16 does not reach down to 1 / N^2.
+    That is in compiled inference with many tokens on a CUDA device. Without a compiler, adding the bias is a pass of
+    its own, which costs as much as is saved; float16 does not represent values near 1 / N^2.
     """
     if not torch.compiler.is_compiling():
         return False
@@ -221,7 +226,7 @@ def folds_projection(qkv: Tensor, *, order: str = "auto") -> bool:
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise where q, k and v do not fit each other. One short test, since small inputs feel every line."""
+    """Raise unless q, k and v fit each other. One short test, because each line counts for small inputs."""
     try:
         (B, H, N, D), (B_k, H_k, M, D_k), (B_v, H_v, M_v, Dv) = q.shape, k.shape, v.shape
         fits = (
@@ -232,10 +237,10 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     except (AttributeError, TypeError, ValueError):  # not tensors, or not of four axes
         fits = False
     if not fits:
-        raise ValueError(_what_does_not_fit(q, k, v))
+        raise ValueError(_describe_mismatch(q, k, v))
 
 
-def _what_does_not_fit(q: Tensor, k: Tensor, v: Tensor) -> str:
+def _describe_mismatch(q: Tensor, k: Tensor, v: Tensor) -> str:
     named = {"q": q, "k": k, "v": v}
     for name, t in named.items():
         if not isinstance(t, Tensor):
@@ -252,7 +257,7 @@ def _what_does_not_fit(q: Tensor, k: Tensor, v: Tensor) -> str:
     if not (q.shape[:2] == k.shape[:2] == v.shape[:2]):
         return f"q, k and v must agree in batch and heads, got {shapes}"
     if q.shape[3] != k.shape[3]:
-        return f"q and k must have the same number of channels a head, got {shapes}"
+        return f"q and k must have the same number of channels per head, got {shapes}"
     if k.shape[2] != v.shape[2]:
         return f"k and v must have the same number of tokens, got {shapes}"
     return f"heads, tokens and channels must be at least 1, got {shapes}"
@@ -266,14 +271,14 @@ def check_mask(name: str, mask: Tensor, tokens: Tensor) -> None:
     if tuple(mask.shape) != expected:
         raise ValueError(
             f"{name} must have shape [batch, tokens] = {expected}, got {tuple(mask.shape)}; "
-            "SimA can leave tokens out, but has no place for a mask of token pairs"
+            "SimA can omit tokens, but does not support masks of token pairs"
         )
     if mask.device != tokens.device:
         raise ValueError(f"{name} must be on {tokens.device} like the tokens, got {mask.device}")
 
 
 def check_options(*, order: str, token_ref: float | None, eps: float) -> None:
-    """The checks of a module that keeps these options for its calls of `sima_attention`."""
+    """Check the options of `sima_attention` that a module keeps."""
     check_order(order)
     check_token_ref(token_ref)
     check_eps(eps)

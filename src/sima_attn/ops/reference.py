@@ -1,11 +1,11 @@
-"""The equations of the paper, as printed: the truth that every faster form is tested against.
+"""The equations of the paper, as printed: every faster form is tested against them.
 
     Q-hat^c = Q^c / |Q^c|_1        K-hat^c = K^c / |K^c|_1        O = Q-hat K-hat^T V
 
-The norm of a channel c runs over the tokens. Nothing here is fast: the normalised tensors and the
-N x M matrix are all written down. Run it in float64 to get a reference of full precision.
+The norm of a channel c runs over the tokens. Nothing here is fast: the normalised tensors and the N x M matrix are
+all stored. Run it in float64 to get a reference of full precision.
 
-Shapes: B batch, H heads, N query tokens, M key tokens, D channels a head, Dv value channels a head.
+Shapes: B batch, H heads, N query tokens, M key tokens, D channels per head, Dv value channels per head.
 """
 
 import torch
@@ -34,9 +34,8 @@ def sima_matrix_reference(
 ) -> Tensor:
     """The attention matrix Q-hat K-hat^T [B, H, N, M]: signed, its entries in [-D, D].
 
-    Padding is removed by its definition: a masked token is zero before the norm is taken. Half precision is
-    computed in float32 and rounded once, at the end.
-    `token_ref` multiplies by N / token_ref, N being the number of query tokens that are not padding.
+    A masked token is set to zero before the norms. Half precision is computed in float32 and rounded once, at the end.
+    `token_ref` multiplies by N / token_ref, where N is the number of query tokens that are not padding.
     """
     B, _, N, _ = q.shape
     if query_mask is not None:
@@ -47,8 +46,8 @@ def sima_matrix_reference(
     q, k = q.to(work), k.to(work)
     attention = normalize_tokens(q, norm, eps) @ normalize_tokens(k, norm, eps).mT  # [B, H, N, M]
     if token_ref is not None:
-        count = torch.full((B,), N, device=q.device) if query_mask is None else query_mask.sum(-1)
-        attention = attention * (count / token_ref).to(work)[:, None, None, None]
+        tokens = q.new_full((B,), N) if query_mask is None else query_mask.sum(-1, dtype=work)
+        attention = attention * (tokens / token_ref)[:, None, None, None]
     return attention.to(dtype)
 
 
@@ -60,8 +59,8 @@ def sima_reference(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
 def algorithm_1(q: Tensor, k: Tensor, v: Tensor, *, order: str | None = None) -> Tensor:
     """Algorithm 1 of the paper as its authors run it: normalise, then multiply in the cheaper order.
 
-    This is the "paper" row of the benchmarks. The order goes by the head dimension, as in the
-    authors' code; `order` pins it, as their timing protocols do.
+    This is the "paper" row of the benchmarks. The order depends on the head dimension, as in the authors' code;
+    `order` fixes it, as their timing protocols do.
     """
     q, k = normalize_tokens(q), normalize_tokens(k)
     if order == "qk" or (order is None and q.shape[-2] < q.shape[-1]):

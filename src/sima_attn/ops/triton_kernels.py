@@ -1,4 +1,4 @@
-"""The Triton kernels of SimA, forward and backward. What launches them is triton_launch.py.
+"""The Triton kernels of SimA, forward and backward; triton_launch.py launches them.
 
 With the folded scale s = gain / (|Q|_1 |K|_1), one number per channel, everything is sums over tokens and small
 matrices. W [D, DV] is the whole state of a head:
@@ -10,18 +10,18 @@ matrices. W [D, DV] is the whole state of a head:
 A head with few tokens is one program that does all of it (`forward_head`, `backward_head`). With many tokens each
 head is split over programs: `outer_products` sums over a share of the tokens, `apply_forward` or `apply_backward`
 adds the shares and computes the outputs. Where a head has many shares, `finish_forward` or `finish_backward` adds
-them first, so that they are read once. `attend` and `attend_backward` take the products in the other order,
-(Q diag(s) K^T) V, for heads whose tokens fit one tile.
+them first, so that they are read once. `attend` and `attend_backward` compute the "qk" order, (Q diag(s) K^T) V, for
+heads whose tokens fit one tile.
 
 No atomics: the same input gives the same bits. Sums and norms are float32. Inputs are read through their strides,
 only the channels must be contiguous; outputs are [batch, tokens, heads, channels] with a stride per token. Masked
 tokens are never read, so not even a NaN among them reaches the output. k and v are None where they lie in one packed
-tensor with q; masks, gains and the state are None where there are none.
+tensor with q; masks, gains and the state may be None.
 
 Three buffers share one layout, a row of D * DV + 2 D float32 numbers per head (`matrix_row`):
 
     shares   K^T V, |Q|_1, |K|_1 of a share of the tokens (backward: A and unused space)
-    state    W, |Q|_1, |K|_1, what the backward needs (without W in the other order)
+    state    W, |Q|_1, |K|_1, kept for the backward (without W in the "qk" order)
     sums     Z, t/|Q|_1, t/|K|_1
 
 Shapes: N query tokens, M key tokens, D channels per head, DV value channels per head; BLOCK_* are powers of two,
@@ -40,8 +40,8 @@ def larger(a, b):
 
 
 @triton.constexpr_function
-def passes_the_end(width, block, covered):
-    """True where blocks of columns that cover `covered` columns reach past `width` ones."""
+def exceeds_width(width, block, covered):
+    """True where blocks of columns reach past `width`; the grid covers `covered` columns."""
     return width % block != 0 or covered > width
 
 
@@ -55,15 +55,15 @@ def dot(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def raw_product(a, b, PRECISION: tl.constexpr):
-    """a @ b of two inputs as they are: tensor cores multiply half precision exactly."""
+    """a @ b of two inputs, not rounded: tensor cores multiply half precision exactly."""
     return dot(a, b, "tf32" if PRECISION == "bf16" else PRECISION)
 
 
 @triton.jit
 def product(a, b, PRECISION: tl.constexpr):
-    """a @ b where one factor is a result, which is rounded to the type named by PRECISION.
+    """a @ b where one factor is a computed result, rounded to the type named by PRECISION.
 
-    float16 takes tf32, which holds a float16 exactly and, unlike it, the range of what is near 1/N^2.
+    float16 inputs use tf32, which represents every float16 exactly and, unlike float16, values near 1/N^2 too.
     """
     if PRECISION == "bf16":
         out = dot(a.to(tl.bfloat16), b.to(tl.bfloat16), "tf32")
@@ -73,13 +73,13 @@ def product(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def waited_for(x):
-    """x, a running sum of products, complete before the loop goes on. For a loop that also reads a factor by itself.
+def wait_for(x):
+    """x, a running sum of products, complete before the loop continues. For loops that also read a factor by itself.
 
-    Triton (3.6 to 3.9) lets Hopper's tensor cores work on while the loop fetches the next tiles. A tile that is only a
-    factor has one place more in shared memory for that. One that is read by itself too, as k is for its norm, has
-    not, and the next one may be written over it while it is still multiplied. An operation on the sum, here an empty
-    one that costs nothing, makes the loop wait for it.
+    Triton (3.6 to 3.9) lets Hopper's tensor cores continue while the loop fetches the next tiles. A tile that is only
+    a factor has one more buffer in shared memory for that. A tile that is also read by itself, as k is for its norm,
+    has none, so the next tile may overwrite it while it is still being multiplied. An operation on the sum, here an
+    empty one that costs nothing, makes the loop wait for it.
     """
     if not INTERPRETED:
         x = tl.inline_asm_elementwise("", "=f,0", [x], dtype=tl.float32, is_pure=True, pack=1)
@@ -102,22 +102,29 @@ def load_tile(x, rows, real, stride, columns, WIDTH: tl.constexpr, COVERED: tl.c
     COVERED is the number of columns that the grid covers, where it can be more than WIDTH.
     """
     wanted = real[:, None]
-    if passes_the_end(WIDTH, columns.shape[0], COVERED):
+    if exceeds_width(WIDTH, columns.shape[0], COVERED):
         wanted = wanted & (columns < WIDTH)[None, :]
     return tl.load(x + rows[:, None] * stride + columns[None, :], mask=wanted, other=0.0)
 
 
 @triton.jit
+def load_pair(x, y, mask, b, rows, count, x_n, y_n, d, e, D: tl.constexpr, DV: tl.constexpr):
+    """x[rows, d] and y[rows, e] of image b, zero where a row is not real."""
+    real = real_rows(mask, b, rows, count)
+    return load_tile(x, rows, real, x_n, d, D), load_tile(y, rows, real, y_n, e, DV)
+
+
+@triton.jit
 def store_tile(x, value, rows, count, stride, columns, WIDTH: tl.constexpr, COVERED: tl.constexpr = 0):
     wanted = (rows < count)[:, None]
-    if passes_the_end(WIDTH, columns.shape[0], COVERED):
+    if exceeds_width(WIDTH, columns.shape[0], COVERED):
         wanted = wanted & (columns < WIDTH)[None, :]
     tl.store(x + rows[:, None] * stride + columns[None, :], value.to(x.dtype.element_ty), mask=wanted)
 
 
 @triton.jit
 def partial_l1(x, SUM_ROWS: tl.constexpr):
-    """Sums of |x| [BLOCK, W] -> [SUM_ROWS, W]. The rows that are added lie in one thread, so none waits."""
+    """Sums of |x| [BLOCK, W] -> [SUM_ROWS, W]. The added rows are in one thread, so no thread waits."""
     magnitude = tl.abs(x.to(tl.float32))
     return tl.sum(tl.reshape(magnitude, [x.shape[0] // SUM_ROWS, SUM_ROWS, x.shape[1]]), axis=0)
 
@@ -158,6 +165,14 @@ def norm_gradient(t, norm, eps):
 
 
 @triton.jit
+def backward_sums(a, w, norm_q, norm_k, gain, gains, b, eps):
+    """Z = diag(s) A [D, DV], t/|Q|_1 and t/|K|_1 [D]."""
+    t = tl.sum(a * w, axis=1)
+    slope_q, slope_k = norm_gradient(t, norm_q, eps), norm_gradient(t, norm_k, eps)
+    return scaled_rows(a, norm_q, norm_k, load_gain(gain, gains, b), eps), slope_q, slope_k
+
+
+@triton.jit
 def at_head(x, packed, offset, head, H, x_b, x_h):
     """Pointer to the first token of a head. If x is None, it is in `packed`, `offset` elements from the start."""
     base = packed if x is None else x
@@ -168,6 +183,22 @@ def at_head(x, packed, offset, head, H, x_b, x_h):
 def output_at_head(x, head, H, tokens, width, x_n):
     """As `at_head` for an output [B, tokens, ...] with `x_n` numbers per token and heads of `width` numbers."""
     return x + (head // H).to(tl.int64) * tokens * x_n + (head % H) * width
+
+
+@triton.jit
+def inputs_at_head(q, k, v, k_offset, v_offset, head, H, q_b, q_h, k_b, k_h, v_b, v_h):
+    """Pointers to the first token of a head in q, k and v."""
+    k = at_head(k, q, k_offset, head, H, k_b, k_h)
+    v = at_head(v, q, v_offset, head, H, v_b, v_h)
+    return at_head(q, q, 0, head, H, q_b, q_h), k, v
+
+
+@triton.jit
+def grads_at_head(grads, dk_offset, dv_offset, head, H, N, M, D, DV, dq_n, dk_n, dv_n):
+    """Pointers to the first token of a head in dq, dk and dv, which lie in one flat tensor."""
+    dq = output_at_head(grads, head, H, N, D, dq_n)
+    dk = output_at_head(grads + dk_offset, head, H, M, D, dk_n)
+    return dq, dk, output_at_head(grads + dv_offset, head, H, M, DV, dv_n)
 
 
 @triton.jit
@@ -209,6 +240,13 @@ def store_vectors(x, first, second, d, D: tl.constexpr, DV: tl.constexpr):
     tl.store(x + D * DV + D + d, second, mask=d < D)
 
 
+@triton.jit
+def store_row(x, row, matrix, first, second, d, e, D: tl.constexpr, DV: tl.constexpr):
+    x = matrix_row(x, row, D, DV)
+    store_matrix(x, matrix, d, e, D, DV)
+    store_vectors(x, first, second, d, D, DV)
+
+
 # --- one program per head --------------------------------------------------------------------------------------
 
 
@@ -225,16 +263,12 @@ def forward_head(
     b = head // H
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     n = tl.arange(0, BLOCK_N)
-    k = at_head(k, q, k_offset, head, H, k_b, k_h)
-    v = at_head(v, q, v_offset, head, H, v_b, v_h)
-    q = at_head(q, q, 0, head, H, q_b, q_h)
+    q, k, v = inputs_at_head(q, k, v, k_offset, v_offset, head, H, q_b, q_h, k_b, k_h, v_b, v_h)
     o = output_at_head(o, head, H, N, DV, o_n)
 
     if WHOLE:
         # k and v first, q last: the other order was clearly slower on an H200.
-        real = real_rows(key_mask, b, n, M)
-        k_tile = load_tile(k, n, real, k_n, d, D)
-        v_tile = load_tile(v, n, real, v_n, e, DV)
+        k_tile, v_tile = load_pair(k, v, key_mask, b, n, M, k_n, v_n, d, e, D, DV)
         q_tile = load_tile(q, n, real_rows(query_mask, b, n, N), q_n, d, D)
         sum_k, sum_q = partial_l1(k_tile, SUM_ROWS), partial_l1(q_tile, SUM_ROWS)
         kv = raw_product(tl.trans(k_tile), v_tile, PRECISION)  # [BLOCK_D, BLOCK_V]
@@ -243,20 +277,16 @@ def forward_head(
         sum_q, sum_k = tl.zeros([SUM_ROWS, BLOCK_D], tl.float32), tl.zeros([SUM_ROWS, BLOCK_D], tl.float32)
         for start in tl.range(0, tl.maximum(N, M), BLOCK_N, num_stages=STAGES):
             rows = start + n
-            real = real_rows(key_mask, b, rows, M)
-            k_tile = load_tile(k, rows, real, k_n, d, D)
-            v_tile = load_tile(v, rows, real, v_n, e, DV)
+            k_tile, v_tile = load_pair(k, v, key_mask, b, rows, M, k_n, v_n, d, e, D, DV)
             q_tile = load_tile(q, rows, real_rows(query_mask, b, rows, N), q_n, d, D)
-            kv = waited_for(kv + raw_product(tl.trans(k_tile), v_tile, PRECISION))
+            kv = wait_for(kv + raw_product(tl.trans(k_tile), v_tile, PRECISION))
             sum_k += partial_l1(k_tile, SUM_ROWS)
             sum_q += partial_l1(q_tile, SUM_ROWS)
     norm_k, norm_q = tl.sum(sum_k, axis=0), tl.sum(sum_q, axis=0)
 
     w = scaled_rows(kv, norm_q, norm_k, load_gain(gain, gains, b), eps)  # [BLOCK_D, BLOCK_V]
     if KEEP:
-        row = matrix_row(state, head, D, DV)
-        store_matrix(row, w, d, e, D, DV)
-        store_vectors(row, norm_q, norm_k, d, D, DV)
+        store_row(state, head, w, norm_q, norm_k, d, e, D, DV)
     if WHOLE:
         store_tile(o, product(q_tile, w, PRECISION), n, N, o_n, e, DV)
     else:
@@ -280,51 +310,37 @@ def backward_head(
     b = head // H
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     n = tl.arange(0, BLOCK_N)
-    k = at_head(k, q, k_offset, head, H, k_b, k_h)
-    v = at_head(v, q, v_offset, head, H, v_b, v_h)
-    q = at_head(q, q, 0, head, H, q_b, q_h)
+    q, k, v = inputs_at_head(q, k, v, k_offset, v_offset, head, H, q_b, q_h, k_b, k_h, v_b, v_h)
     do = at_head(do, do, 0, head, H, do_b, do_h)
-    dq = output_at_head(grads, head, H, N, D, dq_n)
-    dk = output_at_head(grads + dk_offset, head, H, M, D, dk_n)
-    dv = output_at_head(grads + dv_offset, head, H, M, DV, dv_n)
+    dq, dk, dv = grads_at_head(grads, dk_offset, dv_offset, head, H, N, M, D, DV, dq_n, dk_n, dv_n)
     row = matrix_row(state, head, D, DV)
     w = load_matrix(row, d, e, D, DV)
     norm_q, norm_k = load_vectors(row, d, D, DV)
 
     if WHOLE:
-        real = real_rows(query_mask, b, n, N)
-        q_tile = load_tile(q, n, real, q_n, d, D)
-        do_tile = load_tile(do, n, real, do_n, e, DV)
+        q_tile, do_tile = load_pair(q, do, query_mask, b, n, N, q_n, do_n, d, e, D, DV)
         a = raw_product(tl.trans(q_tile), do_tile, PRECISION)
     else:
         a = tl.zeros([BLOCK_D, BLOCK_V], tl.float32)
         for start in range(0, N, BLOCK_N):
             rows = start + n
-            real = real_rows(query_mask, b, rows, N)
-            q_tile = load_tile(q, rows, real, q_n, d, D)
-            do_tile = load_tile(do, rows, real, do_n, e, DV)
+            q_tile, do_tile = load_pair(q, do, query_mask, b, rows, N, q_n, do_n, d, e, D, DV)
             a += raw_product(tl.trans(q_tile), do_tile, PRECISION)
 
-    t = tl.sum(a * w, axis=1)  # [BLOCK_D]
-    pull_q, pull_k = norm_gradient(t, norm_q, eps), norm_gradient(t, norm_k, eps)
-    z = scaled_rows(a, norm_q, norm_k, load_gain(gain, gains, b), eps)
+    z, slope_q, slope_k = backward_sums(a, w, norm_q, norm_k, gain, gains, b, eps)
     if WHOLE:
-        store_tile(dq, product(do_tile, tl.trans(w), PRECISION) - sign(q_tile) * pull_q[None, :], n, N, dq_n, d, D)
+        store_tile(dq, product(do_tile, tl.trans(w), PRECISION) - sign(q_tile) * slope_q[None, :], n, N, dq_n, d, D)
     else:
         for start in range(0, N, BLOCK_N):
             rows = start + n
-            real = real_rows(query_mask, b, rows, N)
-            q_tile = load_tile(q, rows, real, q_n, d, D)
-            do_tile = load_tile(do, rows, real, do_n, e, DV)
-            grad = product(do_tile, tl.trans(w), PRECISION) - sign(q_tile) * pull_q[None, :]
+            q_tile, do_tile = load_pair(q, do, query_mask, b, rows, N, q_n, do_n, d, e, D, DV)
+            grad = product(do_tile, tl.trans(w), PRECISION) - sign(q_tile) * slope_q[None, :]
             store_tile(dq, grad, rows, N, dq_n, d, D)
     for start in range(0, M, BLOCK_N):
         rows = start + n
-        real = real_rows(key_mask, b, rows, M)
-        k_tile = load_tile(k, rows, real, k_n, d, D)
-        v_tile = load_tile(v, rows, real, v_n, e, DV)
+        k_tile, v_tile = load_pair(k, v, key_mask, b, rows, M, k_n, v_n, d, e, D, DV)
         store_tile(dv, product(k_tile, z, PRECISION), rows, M, dv_n, e, DV)
-        grad = product(v_tile, tl.trans(z), PRECISION) - sign(k_tile) * pull_k[None, :]
+        grad = product(v_tile, tl.trans(z), PRECISION) - sign(k_tile) * slope_k[None, :]
         store_tile(dk, grad, rows, M, dk_n, d, D)
 
 
@@ -353,12 +369,10 @@ def outer_products(
     tiles = tl.cdiv(tl.cdiv(rows_of_both, BLOCK_N), splits)
     for tile in tl.range(split * tiles, (split + 1) * tiles, num_stages=STAGES):
         rows = tile * BLOCK_N + n
-        real = real_rows(x_mask, b, rows, rows_x)
-        x_tile = load_tile(x, rows, real, x_n, d, D)
-        y_tile = load_tile(y, rows, real, y_n, e, DV)
+        x_tile, y_tile = load_pair(x, y, x_mask, b, rows, rows_x, x_n, y_n, d, e, D, DV)
         xy += raw_product(tl.trans(x_tile), y_tile, PRECISION)
         if NORMS:
-            xy = waited_for(xy)
+            xy = wait_for(xy)
             z_tile = load_tile(z, rows, real_rows(z_mask, b, rows, rows_z), z_n, d, D)
             sum_x += partial_l1(x_tile, SUM_ROWS)
             sum_z += partial_l1(z_tile, SUM_ROWS)
@@ -411,10 +425,8 @@ def finish_forward(
     norm_k = add_shares(first + D * DV + D, step, d, d < D, splits, AT_ONCE)
     offsets, inside = tl.ravel(matrix_offsets(d, e, DV)), tl.ravel(inside_matrix(d, e, D, DV))
     kv = tl.reshape(add_shares(first, step, offsets, inside, splits, AT_ONCE), [ROWS, BLOCK_V])
-    row = matrix_row(state, head, D, DV)
-    gain = load_gain(gain, gains, head // H)
-    store_matrix(row, scaled_rows(kv, norm_q, norm_k, gain, eps), d, e, D, DV)
-    store_vectors(row, norm_q, norm_k, d, D, DV)
+    w = scaled_rows(kv, norm_q, norm_k, load_gain(gain, gains, head // H), eps)
+    store_row(state, head, w, norm_q, norm_k, d, e, D, DV)
 
 
 @triton.jit(do_not_specialize=["N", "tiles", "gain", "eps"])
@@ -425,7 +437,7 @@ def apply_forward(
 ):  # fmt: skip
     """O = Q W for `tiles` tiles of tokens. SPLITS: add that many shares first; 0: W is in `state` already."""
     head, part_v = tl.program_id(0), tl.program_id(2)
-    # From the last token backwards: what was read last is what the cache still holds.
+    # From the last token backwards: the cache still holds the tokens that were read last.
     group = tl.num_programs(1) - 1 - tl.program_id(1)
     d, e = tl.arange(0, BLOCK_D), part_v * BLOCK_V + tl.arange(0, BLOCK_V)
     n = tl.arange(0, BLOCK_N)
@@ -436,9 +448,7 @@ def apply_forward(
         kv, norm_q, norm_k = add_few_shares(shares, head, heads, d, e, SPLITS, D, DV)
         w = scaled_rows(kv, norm_q, norm_k, load_gain(gain, gains, b), eps)
         if KEEP and group == 0:
-            row = matrix_row(state, head, D, DV)
-            store_matrix(row, w, d, e, D, DV)
-            store_vectors(row, norm_q, norm_k, d, D, DV)
+            store_row(state, head, w, norm_q, norm_k, d, e, D, DV)
     else:
         w = load_matrix(matrix_row(state, head, D, DV), d, e, D, DV)
     for tile in range(group * tiles, tl.minimum((group + 1) * tiles, tl.cdiv(N, BLOCK_N))):
@@ -461,20 +471,18 @@ def finish_backward(
     a = tl.reshape(add_shares(first, step, offsets, inside, splits, AT_ONCE), [ROWS, BLOCK_V])
     kept = matrix_row(state, head, D, DV)
     norm_q, norm_k = load_vectors(kept, d, D, DV)
-    t = tl.sum(a * load_matrix(kept, d, e, D, DV), axis=1)
-    row = matrix_row(sums, head, D, DV)
-    gain = load_gain(gain, gains, head // H)
-    store_matrix(row, scaled_rows(a, norm_q, norm_k, gain, eps), d, e, D, DV)
-    store_vectors(row, norm_gradient(t, norm_q, eps), norm_gradient(t, norm_k, eps), d, D, DV)
+    w = load_matrix(kept, d, e, D, DV)
+    z, slope_q, slope_k = backward_sums(a, w, norm_q, norm_k, gain, gains, head // H, eps)
+    store_row(sums, head, z, slope_q, slope_k, d, e, D, DV)
 
 
 @triton.jit
-def grad_of_normalised(x, y, dx, m, pulls, rows, real, count, x_n, y_n, dx_n, d, e,
+def store_input_grad(x, y, dx, m, slope, rows, real, count, x_n, y_n, dx_n, d, e,
                        D: tl.constexpr, DV: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """dX = Y m^T - sign(X) pull for the columns d: dQ of (q, dO, W), dK of (k, v, Z)."""
+    """dX = Y m^T - sign(X) slope for the columns d: dQ of (q, dO, W), dK of (k, v, Z)."""
     y_tile = load_tile(y, rows, real, y_n, e, DV)
     x_tile = load_tile(x, rows, real, x_n, d, D, larger(D, DV))
-    grad = product(y_tile, tl.trans(m), PRECISION) - sign(x_tile) * pulls[None, :]
+    grad = product(y_tile, tl.trans(m), PRECISION) - sign(x_tile) * slope[None, :]
     store_tile(dx, grad, rows, count, dx_n, d, D, larger(D, DV))
 
 
@@ -496,41 +504,35 @@ def apply_backward(
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     c = part * BLOCK_C + tl.arange(0, BLOCK_C)
     n = tl.arange(0, BLOCK_N)
-    k = at_head(k, q, k_offset, head, H, k_b, k_h)
-    v = at_head(v, q, v_offset, head, H, v_b, v_h)
-    q = at_head(q, q, 0, head, H, q_b, q_h)
+    q, k, v = inputs_at_head(q, k, v, k_offset, v_offset, head, H, q_b, q_h, k_b, k_h, v_b, v_h)
     do = at_head(do, do, 0, head, H, do_b, do_h)
-    dq = output_at_head(grads, head, H, N, D, dq_n)
-    dk = output_at_head(grads + dk_offset, head, H, M, D, dk_n)
-    dv = output_at_head(grads + dv_offset, head, H, M, DV, dv_n)
+    dq, dk, dv = grads_at_head(grads, dk_offset, dv_offset, head, H, N, M, D, DV, dq_n, dk_n, dv_n)
     kept = matrix_row(state, head, D, DV)
 
     w_rows = load_matrix(kept, c, e, D, DV)
     if SPLITS > 0:
         a, _, _ = add_few_shares(shares, head, heads, c, e, SPLITS, D, DV)
         norm_q, norm_k = load_vectors(kept, c, D, DV)
-        t = tl.sum(a * w_rows, axis=1)
-        pulls_q, pulls_k = norm_gradient(t, norm_q, eps), norm_gradient(t, norm_k, eps)
-        z_rows = scaled_rows(a, norm_q, norm_k, load_gain(gain, gains, b), eps)
+        z_rows, slope_q, slope_k = backward_sums(a, w_rows, norm_q, norm_k, gain, gains, b, eps)
         z_columns = z_rows
     else:
         row = matrix_row(sums, head, D, DV)
-        pulls_q, pulls_k = load_vectors(row, c, D, DV)
+        slope_q, slope_k = load_vectors(row, c, D, DV)
         z_rows = load_matrix(row, c, e, D, DV)
         z_columns = load_matrix(row, d, c, D, DV)
     for tile in range(group * tiles, tl.minimum((group + 1) * tiles, tl.cdiv(N, BLOCK_N))):
         rows = tile * BLOCK_N + n
         real = real_rows(query_mask, b, rows, N)
-        grad_of_normalised(q, do, dq, w_rows, pulls_q, rows, real, N, q_n, do_n, dq_n, c, e, D, DV, PRECISION)
+        store_input_grad(q, do, dq, w_rows, slope_q, rows, real, N, q_n, do_n, dq_n, c, e, D, DV, PRECISION)
     for tile in range(group * tiles, tl.minimum((group + 1) * tiles, tl.cdiv(M, BLOCK_N))):
         rows = tile * BLOCK_N + n
         real = real_rows(key_mask, b, rows, M)
-        grad_of_normalised(k, v, dk, z_rows, pulls_k, rows, real, M, k_n, v_n, dk_n, c, e, D, DV, PRECISION)
+        store_input_grad(k, v, dk, z_rows, slope_k, rows, real, M, k_n, v_n, dk_n, c, e, D, DV, PRECISION)
         k_tile = load_tile(k, rows, real, k_n, d, D)
         store_tile(dv, product(k_tile, z_columns, PRECISION), rows, M, dv_n, c, DV, larger(D, DV))
 
 
-# --- the other order: (Q diag(s) K^T) V ------------------------------------------------------------------------
+# --- the "qk" order: (Q diag(s) K^T) V ------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["N", "M", "gain", "eps"])
@@ -546,14 +548,10 @@ def attend(
     b = head // H
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     n, m = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
-    k = at_head(k, q, k_offset, head, H, k_b, k_h)
-    v = at_head(v, q, v_offset, head, H, v_b, v_h)
-    q = at_head(q, q, 0, head, H, q_b, q_h)
+    q, k, v = inputs_at_head(q, k, v, k_offset, v_offset, head, H, q_b, q_h, k_b, k_h, v_b, v_h)
     o = output_at_head(o, head, H, N, DV, o_n)
-    q_real = real_rows(query_mask, b, n, N)
-    k_real = real_rows(key_mask, b, m, M)
-    q_tile = load_tile(q, n, q_real, q_n, d, D)
-    k_tile, v_tile = load_tile(k, m, k_real, k_n, d, D), load_tile(v, m, k_real, v_n, e, DV)
+    q_tile = load_tile(q, n, real_rows(query_mask, b, n, N), q_n, d, D)
+    k_tile, v_tile = load_pair(k, v, key_mask, b, m, M, k_n, v_n, d, e, D, DV)
     norm_q, norm_k = tl.sum(tl.abs(q_tile.to(tl.float32)), axis=0), tl.sum(tl.abs(k_tile.to(tl.float32)), axis=0)
     if KEEP:
         store_vectors(matrix_row(state, head, D, 0), norm_q, norm_k, d, D, 0)
@@ -576,17 +574,11 @@ def attend_backward(
     b = head // H
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     n, m = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
-    k = at_head(k, q, k_offset, head, H, k_b, k_h)
-    v = at_head(v, q, v_offset, head, H, v_b, v_h)
-    q = at_head(q, q, 0, head, H, q_b, q_h)
+    q, k, v = inputs_at_head(q, k, v, k_offset, v_offset, head, H, q_b, q_h, k_b, k_h, v_b, v_h)
     do = at_head(do, do, 0, head, H, do_b, do_h)
-    dq = output_at_head(grads, head, H, N, D, dq_n)
-    dk = output_at_head(grads + dk_offset, head, H, M, D, dk_n)
-    dv = output_at_head(grads + dv_offset, head, H, M, DV, dv_n)
-    q_real = real_rows(query_mask, b, n, N)
-    k_real = real_rows(key_mask, b, m, M)
-    q_tile, do_tile = load_tile(q, n, q_real, q_n, d, D), load_tile(do, n, q_real, do_n, e, DV)
-    k_tile, v_tile = load_tile(k, m, k_real, k_n, d, D), load_tile(v, m, k_real, v_n, e, DV)
+    dq, dk, dv = grads_at_head(grads, dk_offset, dv_offset, head, H, N, M, D, DV, dq_n, dk_n, dv_n)
+    q_tile, do_tile = load_pair(q, do, query_mask, b, n, N, q_n, do_n, d, e, D, DV)
+    k_tile, v_tile = load_pair(k, v, key_mask, b, m, M, k_n, v_n, d, e, D, DV)
     norm_q, norm_k = load_vectors(matrix_row(state, head, D, 0), d, D, 0)
     gain = load_gain(gain, gains, b)
     scaled = scaled_columns(q_tile, norm_q, norm_k, gain, eps)
@@ -595,7 +587,7 @@ def attend_backward(
     store_tile(dv, product(tl.trans(weights), do_tile, PRECISION), m, M, dv_n, e, DV)
     grad_q = scaled_columns(product(grad_weights, k_tile, PRECISION), norm_q, norm_k, gain, eps)
     t = tl.sum(grad_q * q_tile, axis=0)
-    pull_q, pull_k = norm_gradient(t, norm_q, eps), norm_gradient(t, norm_k, eps)
-    store_tile(dq, grad_q - sign(q_tile) * pull_q[None, :], n, N, dq_n, d, D)
-    grad_k = product(tl.trans(grad_weights), scaled, PRECISION) - sign(k_tile) * pull_k[None, :]
+    slope_q, slope_k = norm_gradient(t, norm_q, eps), norm_gradient(t, norm_k, eps)
+    store_tile(dq, grad_q - sign(q_tile) * slope_q[None, :], n, N, dq_n, d, D)
+    grad_k = product(tl.trans(grad_weights), scaled, PRECISION) - sign(k_tile) * slope_k[None, :]
     store_tile(dk, grad_k, m, M, dk_n, d, D)

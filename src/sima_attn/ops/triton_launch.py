@@ -1,13 +1,14 @@
-"""Which Triton kernels compute SimA, on what grids, with which memory.
+"""Which Triton kernels compute SimA, on which grids, with which memory.
 
-Few tokens per head are one launch. Many tokens are two: sums over shares of the tokens, then the outputs. A third one
-in between adds the shares where they are many.
+A head with few tokens is one program, in one launch. With many tokens there are two launches: the first sums over
+shares of the tokens, the second computes the outputs. A third one in between adds the shares where they are many.
 
 Shapes: B batch, H heads, N query tokens, M key tokens, D channels per head, DV value channels per head.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,15 +21,20 @@ from sima_attn.ops.triton_tiles import Problem, Tile, cdiv, choose_tile, padded
 
 PRECISION = {torch.bfloat16: "bf16", torch.float16: "tf32", torch.float32: "tf32x3"}
 NARROW = 32  # so few channels multiply in full float32 without tensor cores, which is a little more accurate
-FINISHING_ROWS = 4  # rows of the state that one program adds up, half as many where heads are few
+FINISH_ROWS = 4  # rows of the state that one program adds up, half as many where heads are few
 
 
 class Inputs(NamedTuple):
-    """q, k and v: three tensors, or one packed tensor in the place of q with the offsets of k and v in it."""
+    """What the kernels read. In a packed tensor, which takes the place of q, k and v start at `offsets`."""
 
     q: Tensor
     k: Tensor | None
     v: Tensor | None
+    query_mask: Tensor | None  # [B, N] bytes
+    key_mask: Tensor | None  # [B, M] bytes
+    gains: Tensor | None  # factor on the output per image, [B] float32; None: `gain` for all images
+    gain: float
+    eps: float
     offsets: tuple[int, int]  # of k and v
     strides: tuple[int, ...]  # (batch, head, token) of q, k and v
     B: int
@@ -40,8 +46,13 @@ class Inputs(NamedTuple):
 
     @property
     def heads(self) -> int:
-        """Attentions computed side by side."""
+        """Heads of the whole batch."""
         return self.B * self.H
+
+    @property
+    def tokens(self) -> int:
+        """Rows of the longer one of q and k."""
+        return max(self.N, self.M)
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -50,211 +61,196 @@ class Inputs(NamedTuple):
 
     @property
     def row_shape(self) -> tuple[int, int]:
-        """A matrix [D, DV] and two vectors [D] per head: the state of the forward."""
+        """A matrix [D, DV] and two vectors [D] per head: the state that the forward keeps."""
         return self.heads, self.D * self.DV + 2 * self.D
 
+    @property
+    def chip(self) -> tiles.Chip:
+        """Limits of the device."""
+        return tiles.chip(self.q.device)
 
-def unpacked(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
-    """q [B, H, N, D], k [B, H, M, D] and v [B, H, M, DV] as inputs."""
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Constants of the kernels that multiply."""
+        (block_d, block_v), dtype = self.blocks, self.q.dtype
+        precision = "ieee" if dtype == torch.float32 and max(self.blocks) <= NARROW else PRECISION[dtype]
+        return {"D": self.D, "DV": self.DV, "BLOCK_D": block_d, "BLOCK_V": block_v, "PRECISION": precision}
+
+
+# query_mask, key_mask, gains, gain and eps of the inputs
+Options = tuple[Tensor | None, Tensor | None, Tensor | None, float, float]
+
+
+def read_inputs(tensors: Sequence[Tensor], *options: *Options) -> Inputs:
+    """Inputs of q [B, H, N, D], k [B, H, M, D] and v [B, H, M, DV], or of one packed tensor [B, N, 3, H, D]."""
+    if len(tensors) == 1:
+        (qkv,) = tensors
+        B, N, _, H, D = qkv.shape
+        batch, token, which, head, _ = qkv.stride()
+        return Inputs(qkv, None, None, *options, (which, 2 * which), (batch, head, token) * 3, B, H, N, N, D, D)
+    q, k, v = tensors
     B, H, N, D = q.shape
-    strides = tuple(stride for t in (q, k, v) for stride in t.stride()[:3])
-    return Inputs(q, k, v, (0, 0), strides, B, H, N, k.shape[2], D, v.shape[3])
+    strides = tuple(stride for t in tensors for stride in t.stride()[:3])
+    return Inputs(q, k, v, *options, (0, 0), strides, B, H, N, k.shape[2], D, v.shape[3])
 
 
-def packed(qkv: Tensor) -> Inputs:
-    """A packed projection [B, N, 3, H, D] as inputs, without views."""
-    B, N, _, H, D = qkv.shape
-    batch, token, which, head, _ = qkv.stride()
-    return Inputs(qkv, None, None, (which, 2 * which), (batch, head, token) * 3, B, H, N, N, D, D)
-
-
-class Options(NamedTuple):
-    """What is not a tensor of tokens: masks [B, tokens] as bytes or None, and the factor on the output."""
-
-    query_mask: Tensor | None
-    key_mask: Tensor | None
-    gains: Tensor | None  # [B] float32, or None for the one number `gain`
-    gain: float
-    eps: float
-
-
-def forward(launcher: Launcher, x: Inputs, options: Options, *, order: str, keep: bool) -> tuple[Tensor, Tensor | None]:
-    """(o [B, N, H, DV], state): the state is what the gradient needs, None unless `keep`.
-
-    These are the first two tensors allocated.
-    """
+def forward(launcher: Launcher, x: Inputs, *, order: str, keep: bool) -> tuple[Tensor, Tensor | None]:
+    """(o [B, N, H, DV], state), the first two tensors allocated. The gradient needs the state; None unless `keep`."""
     o = launcher.empty(x.B, x.N, x.H, x.DV, dtype=x.q.dtype)
     if order == "kv" and not _forward_is_one_program(x):
-        return o, _forward_split(launcher, x, o, options, keep)
+        return o, _forward_split(launcher, x, o, keep)
     state = launcher.empty(*((x.heads, 2 * x.D) if order == "qk" else x.row_shape)) if keep else None
+    kernel = kernels.attend if order == "qk" else kernels.forward_head
+    tile = _tile(kernel, x)
     if order == "qk":
-        kernel, tile, own = kernels.attend, _tile(kernels.attend, x), _whole_blocks(x)
+        own = _whole_blocks(x)
     else:
-        kernel, tile = kernels.forward_head, _tile(kernels.forward_head, x)
-        whole = max(x.N, x.M) <= tile.rows
-        own = {"BLOCK_N": tile.rows, "SUM_ROWS": _sum_rows(x, tile), "STAGES": tile.stages, "WHOLE": whole}
+        own = {"BLOCK_N": tile.rows, "STAGES": tile.stages, "WHOLE": x.tokens <= tile.rows}
+        own["SUM_ROWS"] = _sum_rows(x, tile)
     launcher.launch(
         kernel, (x.heads, 1, 1),
-        (x.q, x.k, x.v, o, state, *options[:3]),
-        (*x.offsets, options.gain, options.eps, x.H, x.N, x.M, *x.strides, x.H * x.DV),
-        tile, KEEP=keep, **own, **_widths(x), PRECISION=_precision(x),
+        (x.q, x.k, x.v, o, state, x.query_mask, x.key_mask, x.gains),
+        (*x.offsets, x.gain, x.eps, x.H, x.N, x.M, *x.strides, x.H * x.DV),
+        tile, KEEP=keep, **own, **x.constants,
     )  # fmt: skip
     return o, state
 
 
-def head_state(launcher: Launcher, x: Inputs, options: Options) -> Tensor:
-    """W = diag(s) K^T V and both norms, a row of `Inputs.row_shape` per head."""
+def head_state(launcher: Launcher, x: Inputs) -> Tensor:
+    """W = diag(s) K^T V and both norms, one row of `Inputs.row_shape` per head."""
     splits, _ = _count_shares(x)
     state = launcher.empty(*x.row_shape)
-    shares = _forward_shares(launcher, x, options, splits)
-    _finish(launcher, kernels.finish_forward, (shares, state), splits, x, options)
+    shares = _sum_shares(launcher, x, splits)
+    _finish(launcher, kernels.finish_forward, (shares, state), splits, x)
     return state
 
 
-def _forward_split(launcher: Launcher, x: Inputs, o: Tensor, options: Options, keep: bool) -> Tensor | None:
+def _forward_split(launcher: Launcher, x: Inputs, o: Tensor, keep: bool) -> Tensor | None:
     """Fill o in two launches, or three where the shares are many. Returns the state."""
     splits, few = _count_shares(x)
     state = launcher.empty(*x.row_shape) if keep or not few else None
-    shares = _forward_shares(launcher, x, options, splits)
+    shares = _sum_shares(launcher, x, splits)
     if not few:
-        assert state is not None
-        _finish(launcher, kernels.finish_forward, (shares, state), splits, x, options)
+        _finish(launcher, kernels.finish_forward, (shares, state), splits, x)
     tile = _tile(kernels.apply_forward, x)
     columns = min(padded(x.DV), tile.columns)
     launcher.launch(
         kernels.apply_forward, (x.heads, cdiv(x.N, tile.rows * tile.tiles), cdiv(x.DV, columns)),
-        (x.q, o, shares, state, options.query_mask, options.gains),
-        (options.gain, options.eps, x.heads, x.H, x.N, tile.tiles, *x.strides[:3], x.H * x.DV),
-        tile, BLOCK_N=tile.rows, SPLITS=splits if few else 0, KEEP=keep, PRECISION=_precision(x),
-        **{**_widths(x), "BLOCK_V": columns},
+        (x.q, o, shares, state, x.query_mask, x.gains),
+        (x.gain, x.eps, x.heads, x.H, x.N, tile.tiles, *x.strides[:3], x.H * x.DV),
+        tile, BLOCK_N=tile.rows, SPLITS=splits if few else 0, KEEP=keep, **{**x.constants, "BLOCK_V": columns},
     )  # fmt: skip
     return state
 
 
 def _count_shares(x: Inputs) -> tuple[int, bool]:
-    """How many shares, and whether these are few."""
+    """Number of shares, and whether they are few."""
     narrow = x.blocks[0] == x.blocks[1] <= tiles.NARROW_HEAD
-    return tiles.count_shares(max(x.N, x.M), x.heads, tiles.multiprocessors(x.q.device), narrow=narrow)
+    return tiles.count_shares(x.tokens, x.heads, x.chip.multiprocessors, narrow=narrow)
 
 
-def _forward_shares(launcher: Launcher, x: Inputs, options: Options, splits: int) -> Tensor:
-    xyz = (x.q, None, None) if x.k is None else (x.k, x.v, x.q)
-    return _outer_products(
-        launcher, xyz, x.offsets, x.strides[3:] + x.strides[:3], (x.M, x.N), x,
-        (options.key_mask, options.query_mask), splits, norms=True,
-    )  # fmt: skip
-
-
-def _outer_products(
-    launcher: Launcher, xyz, offsets, strides, rows, sizes: Inputs, masks, splits: int, *, norms: bool
-) -> Tensor:
-    """Shares of X^T Y and of the norms of x and z."""
-    shares = launcher.empty(splits, *sizes.row_shape)
-    tile = _tile(kernels.outer_products, sizes)
-    columns = min(padded(sizes.DV), tile.columns)
+def _sum_shares(launcher: Launcher, x: Inputs, splits: int, do: Tensor | None = None) -> Tensor:
+    """Shares of K^T V and of both norms; with dO those of Q^T dO, without norms."""
+    tensors: tuple[Tensor | None, ...]
+    q_strides = x.strides[:3]
+    if do is None:
+        tensors = (x.q, None, None) if x.k is None else (x.k, x.v, x.q)
+        offsets, strides, rows = x.offsets, (*x.strides[3:], *q_strides), (x.M, x.N)
+        masks = x.key_mask, x.query_mask
+    else:
+        tensors = (x.q, do, None)
+        offsets, strides, rows = (0, 0), (*q_strides, *_head_strides(do), *q_strides), (x.N, x.N)
+        masks = x.query_mask, x.query_mask
+    shares = launcher.empty(splits, *x.row_shape)
+    tile = _tile(kernels.outer_products, x)
+    columns = min(padded(x.DV), tile.columns)
     launcher.launch(
-        kernels.outer_products, (sizes.heads, splits, cdiv(sizes.DV, columns)),
-        (*xyz, shares, *masks),
-        (*offsets, sizes.heads, sizes.H, *rows, splits, *strides),
-        tile, BLOCK_N=tile.rows, SUM_ROWS=_sum_rows(sizes, tile), STAGES=tile.stages, NORMS=norms,
-        PRECISION=_precision(sizes),
-        **{**_widths(sizes), "BLOCK_V": columns},
+        kernels.outer_products, (x.heads, splits, cdiv(x.DV, columns)),
+        (*tensors, shares, *masks), (*offsets, x.heads, x.H, *rows, splits, *strides),
+        tile, BLOCK_N=tile.rows, SUM_ROWS=_sum_rows(x, tile), STAGES=tile.stages, NORMS=do is None,
+        **{**x.constants, "BLOCK_V": columns},
     )  # fmt: skip
     return shares
 
 
-def _finish(launcher: Launcher, kernel, rows: tuple[Tensor, ...], splits: int, x: Inputs, options: Options) -> None:
-    few_heads = x.heads * cdiv(x.D, FINISHING_ROWS) < tiles.multiprocessors(x.q.device)
-    count = FINISHING_ROWS // 2 if few_heads else FINISHING_ROWS
+def _finish(launcher: Launcher, kernel: Any, rows: tuple[Tensor | None, ...], splits: int, x: Inputs) -> None:
+    few_heads = x.heads * cdiv(x.D, FINISH_ROWS) < x.chip.multiprocessors
+    count = FINISH_ROWS // 2 if few_heads else FINISH_ROWS
     launcher.launch(
-        kernel, (x.heads, cdiv(x.D, count), 1), (*rows, options.gains),
-        (options.gain, options.eps, x.heads, x.H, splits), Tile(count, warps=4),
+        kernel, (x.heads, cdiv(x.D, count), 1), (*rows, x.gains),
+        (x.gain, x.eps, x.heads, x.H, splits), Tile(count, warps=4),
         D=x.D, DV=x.DV, ROWS=count, BLOCK_V=padded(x.DV), AT_ONCE=4 if splits <= 4 else 16,
     )  # fmt: skip
 
 
-def backward(
-    launcher: Launcher, x: Inputs, do: Tensor, state: Tensor, options: Options, *, order: str, is_packed: bool
-) -> Tensor:
-    """The gradients of q, k and v [tokens, heads, channels] in one flat tensor: see `grads_of`.
+def backward(launcher: Launcher, x: Inputs, do: Tensor, state: Tensor, *, order: str) -> Tensor:
+    """The gradients of q, k and v in one flat tensor, the first one allocated; `split_grads` returns views of it.
 
     do is [B, N, H, DV] with contiguous channels.
     """
     C, CV = x.H * x.D, x.H * x.DV
     grads = launcher.empty(x.B * (x.N * C + x.M * (C + CV)), dtype=x.q.dtype)
-    # Offsets of dk and dv, numbers per token of each.
-    layout = (C, 2 * C, 3 * C, 3 * C, 3 * C) if is_packed else (x.B * x.N * C, x.B * (x.N + x.M) * C, C, C, CV)
-    do_strides = (do.stride(0), do.stride(2), do.stride(1))
-    tensors = (x.q, x.k, x.v, do, grads)
-    offsets, strides = (*x.offsets, *layout[:2]), (*x.strides, *do_strides, *layout[2:])
-    common = {**_widths(x), "PRECISION": _precision(x)}
+    if x.k is None:
+        dk_dv_offsets, token_strides = (C, 2 * C), (3 * C, 3 * C, 3 * C)
+    else:
+        dk_dv_offsets, token_strides = (x.B * x.N * C, x.B * (x.N + x.M) * C), (C, C, CV)
+    tensors, options = (x.q, x.k, x.v, do, grads), (x.query_mask, x.key_mask, x.gains)
+    offsets, strides = (*x.offsets, *dk_dv_offsets), (*x.strides, *_head_strides(do), *token_strides)
     if order == "qk" or _is_one_program(x, tiles.FEW_TOKENS):
         kernel = kernels.attend_backward if order == "qk" else kernels.backward_head
         tile = _tile(kernel, x)
         own = _whole_blocks(x) if order == "qk" else {"BLOCK_N": tile.rows, "WHOLE": tile.rows >= x.N}
         launcher.launch(
-            kernel, (x.heads, 1, 1), (*tensors, state, *options[:3]),
-            (*offsets, options.gain, options.eps, x.H, x.N, x.M, *strides), tile, **own, **common,
+            kernel, (x.heads, 1, 1), (*tensors, state, *options),
+            (*offsets, x.gain, x.eps, x.H, x.N, x.M, *strides), tile, **own, **x.constants,
         )  # fmt: skip
         return grads
 
-    mask, (splits, few) = options.query_mask, _count_shares(x)
-    shares = _outer_products(
-        launcher, (x.q, do, None), (0, 0), (*x.strides[:3], *do_strides, *x.strides[:3]), (x.N, x.N), x,
-        (mask, mask), splits, norms=False,
-    )  # fmt: skip
-    sums = None
+    splits, few = _count_shares(x)
+    shares = _sum_shares(launcher, x, splits, do)
+    sums = None if few else launcher.empty(*x.row_shape)
     if not few:
-        sums = launcher.empty(*x.row_shape)
-        _finish(launcher, kernels.finish_backward, (shares, state, sums), splits, x, options)
+        _finish(launcher, kernels.finish_backward, (shares, state, sums), splits, x)
     tile = _tile(kernels.apply_backward, x)
     columns = min(max(x.blocks), tile.columns)
-    grid = x.heads, cdiv(max(x.N, x.M), tile.rows * tile.tiles), cdiv(max(x.D, x.DV), columns)
     launcher.launch(
-        kernels.apply_backward, grid, (*tensors, shares, state, sums, *options[:3]),
-        (*offsets, options.gain, options.eps, x.heads, x.H, x.N, x.M, tile.tiles, *strides),
-        tile, BLOCK_C=columns, BLOCK_N=tile.rows, SPLITS=splits if few else 0, **common,
+        kernels.apply_backward,
+        (x.heads, cdiv(x.tokens, tile.rows * tile.tiles), cdiv(max(x.D, x.DV), columns)),
+        (*tensors, shares, state, sums, *options),
+        (*offsets, x.gain, x.eps, x.heads, x.H, x.N, x.M, tile.tiles, *strides),
+        tile, BLOCK_C=columns, BLOCK_N=tile.rows, SPLITS=splits if few else 0, **x.constants,
     )  # fmt: skip
     return grads
 
 
-def grads_of(grads: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv, views of the flat tensor that `backward` returns for unpacked inputs."""
-    parts = grads.split([q.numel(), k.numel(), v.numel()])
-    dq, dk, dv = (
-        part.view(t.shape[0], t.shape[2], t.shape[1], t.shape[3]).transpose(1, 2)
-        for part, t in zip(parts, (q, k, v), strict=True)
-    )
-    return dq, dk, dv
+def split_grads(grads: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients of `tensors`, q, k and v or one packed tensor: views of the flat tensor that `backward` returns."""
+    if len(tensors) == 1:
+        return [grads.view(tensors[0].shape)]
+    parts = grads.split([t.numel() for t in tensors])
+    return [part.view(t.transpose(1, 2).shape).transpose(1, 2) for part, t in zip(parts, tensors, strict=True)]
+
+
+def _head_strides(x: Tensor) -> tuple[int, int, int]:
+    """Strides (batch, head, token) of x [B, N, H, D]."""
+    return x.stride(0), x.stride(2), x.stride(1)
 
 
 def _forward_is_one_program(x: Inputs) -> bool:
-    fills_chip = x.heads >= tiles.multiprocessors(x.q.device)
+    fills_chip = x.heads >= x.chip.multiprocessors
     return _is_one_program(x, tiles.FEW_TOKENS_OF_MANY_HEADS if fills_chip else tiles.FEW_TOKENS)
 
 
 def _is_one_program(x: Inputs, few: int) -> bool:
-    return tiles.is_one_program(max(x.N, x.M), *x.blocks, x.q.element_size(), few=few)
+    """True where one program computes Q (diag(s) K^T V) of a head, or its gradient."""
+    block_d, block_v = x.blocks
+    return x.tokens <= few and block_d * block_v <= tiles.LARGEST_STATE[x.q.element_size()]
 
 
 def _tile(kernel: Any, x: Inputs) -> Tile:
-    device = x.q.device
-    fills_chip = x.heads >= 2 * tiles.multiprocessors(device)
-    converted = x.q.dtype == torch.float16
-    problem = Problem(
-        max(x.N, x.M), max(x.blocks), x.q.element_size(), fills_chip, tiles.shared_memory(device), converted
-    )
-    return choose_tile(kernel.fn.__name__, problem)
-
-
-def _precision(x: Inputs) -> str:
-    narrow = x.q.dtype == torch.float32 and max(x.blocks) <= NARROW
-    return "ieee" if narrow else PRECISION[x.q.dtype]
-
-
-def _widths(x: Inputs) -> dict[str, int]:
-    block_d, block_v = x.blocks
-    return {"D": x.D, "DV": x.DV, "BLOCK_D": block_d, "BLOCK_V": block_v}
+    fills_chip, converted = x.heads >= 2 * x.chip.multiprocessors, x.q.dtype == torch.float16
+    sizes = x.tokens, max(x.blocks), x.q.element_size()
+    return choose_tile(kernel.fn.__name__, Problem(*sizes, fills_chip, x.chip.shared_memory, converted))
 
 
 def _whole_blocks(x: Inputs) -> dict[str, int]:

@@ -75,11 +75,6 @@ def order_on_gpu(N: int, M: int, D: int, Dv: int, itemsize: int) -> str:
     return choose_order(N, M, D, Dv) if fits_one_tile(N, M, D, Dv, itemsize) else "kv"
 
 
-def is_one_program(tokens: int, block_d: int, block_v: int, itemsize: int, *, few: int) -> bool:
-    """True where Q (diag(s) K^T V) of a head, or its gradient, is one program."""
-    return tokens <= few and block_d * block_v <= LARGEST_STATE[itemsize]
-
-
 def count_shares(tokens: int, heads: int, multiprocessors: int, *, narrow: bool) -> tuple[int, bool]:
     """Into how many shares the tokens of a head are split, and whether these are few enough for two launches."""
     by_tokens, by_heads = cdiv(tokens, SMALLEST_SHARE), cdiv(int(PROGRAMS * multiprocessors), heads)
@@ -135,14 +130,17 @@ def _forward_head_candidates(problem: Problem, wide: bool) -> list[Tile]:
     return [Tile(64, warps=4, stages=3, registers=168), *frugal]
 
 
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """How many programs run side by side at least; the interpreter gets a few, so that heads are split there too."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+class Chip(NamedTuple):
+    """Limits of a GPU: multiprocessors, and bytes of shared memory per program."""
+
+    multiprocessors: int
+    shared_memory: int
 
 
 @functools.cache
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program may use."""
-    on_gpu = device.type == "cuda"
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if on_gpu else 2**20
+def chip(device: torch.device) -> Chip:
+    """The limits of a device. The interpreter gets few multiprocessors, so that heads are split there too."""
+    if device.type != "cuda":
+        return Chip(4, 2**20)
+    properties = torch.cuda.get_device_properties(device)
+    return Chip(properties.multi_processor_count, properties.shared_memory_per_block_optin)

@@ -8,7 +8,7 @@ import numpy as np
 
 from sima_attn._errors import unknown_name
 from sima_attn.probe.features import Features, evenly
-from sima_attn.report.figures import check_can_plot
+from sima_attn.report.figures import check_can_plot, figure
 
 MAPS = ("pca", "tsne")
 
@@ -44,27 +44,19 @@ def plot_feature_map(
 ) -> None:
     """A picture of the features of some classes, evenly chosen, as points in two dimensions."""
     check_can_plot()
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib import colormaps
 
     chosen = evenly(len(features.classes), classes)
     rows = np.concatenate([np.flatnonzero(features.labels == label)[:per_class] for label in chosen])
     if len(rows) < 4:
         raise ValueError(f"a map needs a few images, the chosen {len(chosen)} classes have {len(rows)}")
     points, labels = two_dimensions(features.values[rows], method), features.labels[rows]
-    figure, axes = plt.subplots(figsize=(7.5, 6), layout="constrained")
-    colours = plt.get_cmap("tab10" if len(chosen) <= 10 else "tab20")
-    for i, label in enumerate(chosen):
-        mine = points[labels == label]
-        axes.scatter(
-            mine[:, 0], mine[:, 1], s=14, color=colours(i % colours.N), label=features.classes[label], alpha=0.8
-        )
-    axes.set_xticks([])
-    axes.set_yticks([])
-    axes.set_title(title)
-    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    colours = colormaps["tab10" if len(chosen) <= 10 else "tab20"]
+    with figure(path, figsize=(7.5, 6)) as (_, axes):
+        for i, label in enumerate(chosen):
+            x, y = points[labels == label].T
+            axes.scatter(x, y, s=14, color=colours(i % colours.N), label=features.classes[label], alpha=0.8)
+        axes.set_xticks([])
+        axes.set_yticks([])
+        axes.set_title(title)
+        axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -12,7 +12,6 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,20 +21,14 @@ from torch import Tensor, nn
 
 from sima_attn._errors import unknown_name
 from sima_attn._files import DiskFullError, disk_full_reason
+from sima_attn._settings import from_dict
 from sima_attn.data.cache import Cache, normalise
 from sima_attn.data.images import READER_VERSION
 from sima_attn.data.loader import BrokenImages, evaluation_batches, seed_everything
 from sima_attn.data.settings import Data
 from sima_attn.data.sources import Source
-from sima_attn.dino import recipes as dino_recipes
-from sima_attn.dino.recipes import DinoRecipe
-from sima_attn.nn.token_ref import set_class_token_ref, set_token_ref
+from sima_attn.models.loading import load_model
 from sima_attn.probe.settings import Probe
-from sima_attn.train.checkpoint import checkpoints, load_checkpoint
-from sima_attn.train.classify import build_model, create_model
-from sima_attn.train.evaluate import load_trained, load_weights, read_weights
-from sima_attn.train.recipe_files import check_size, recipe_from_file, without_sources
-from sima_attn.train.run import RunFolder
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -63,11 +56,12 @@ class Subset(Source):
 
 
 class Backbone(NamedTuple):
-    """A model without classifier, the data it was made for, and how its recipe has its features judged."""
+    """A model without classifier, the data settings and the evaluation of its run, and whether it is trained."""
 
     model: nn.Module
     data: Data
     probe: Probe
+    trained: bool
 
 
 class Features(NamedTuple):
@@ -79,80 +73,21 @@ class Features(NamedTuple):
     classes: list[str]
 
 
-def build_backbone(recipe: DinoRecipe) -> nn.Module:
-    """The model of a recipe without classifier: images -> features [B, C]."""
-    model: Any = build_model(recipe.model, 0)
-    if recipe.distill.class_token_ref:
-        set_class_token_ref(model, recipe.data.size)
-    if recipe.distill.token_ref:
-        set_token_ref(model, recipe.data.size)
-    return model.train()
-
-
 def load_backbone(what: str | Path, *, branch: str = "teacher", seed: int = 0) -> Backbone:
-    """A model from a run of `sima dino` or `sima train` (folder, checkpoint, weights), or a new one by timm's name.
+    """The model of `load_model` without classifier.
 
     Args:
-        what: Path or model name. A name gives the weights that come with the package, or random ones: the line that
-            every training must beat.
+        what: Path or model name. A name gives the weights that come with the package, or random ones: the baseline
+            that every training must beat.
         branch: "teacher" or, from a DINO checkpoint, "student".
         seed: Of the random weights.
     """
     if branch not in BRANCHES:
         raise unknown_name("branch", branch, BRANCHES)
-    path = Path(what)
-    if path.is_dir():
-        path = _file_of_run(RunFolder(path), branch)
-    about, weights = _read(path, branch)
-    if about.get("task") == "dino":
-        if "recipe" not in about:
-            raise ValueError(f"{path} does not say which model it is of: its recipe is missing")
-        recipe = without_sources(recipe_from_file(DinoRecipe, about["recipe"], path, dino_recipes.check))
-        check_size(partial(create_model, recipe.model, 0), weights, path)
-        model = build_backbone(recipe)
-        load_weights(model, weights, path)
-        return Backbone(model.eval(), recipe.data, recipe.probe)
-    if branch == "student":
-        raise ValueError(f"{what} is no run of `sima dino`: it has no student; leave the branch at teacher")
     seed_everything(seed)
-    loaded = load_trained(path if path.exists() else what)
-    model = loaded.model
-    if not hasattr(model, "reset_classifier"):
-        raise ValueError(f"{type(model).__name__} has no reset_classifier, so its features cannot be told from logits")
-    model.reset_classifier(0)  # type: ignore[operator]
-    return Backbone(model.eval(), loaded.data, Probe())
-
-
-def _file_of_run(folder: RunFolder, branch: str) -> Path:
-    """The weights of a run, or its newest checkpoint: while it runs, and for the student."""
-    if not folder.recipe_file.is_file():
-        raise FileNotFoundError(f"there is no run in {folder.path}: {folder.recipe_file.name} is missing")
-    if folder.weights.exists() and branch == "teacher":
-        return folder.weights
-    found = checkpoints(folder.checkpoints)
-    if not found:
-        raise FileNotFoundError(f"the run in {folder.path} has no checkpoint yet")
-    return found[0]
-
-
-def _read(path: Path, branch: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What a file says of itself, and for one of `sima dino` the weights of a backbone; nothing for a model's name."""
-    if path.suffix == ".safetensors" and path.is_file():
-        about, weights = read_weights(path)
-        if about.get("task") == "dino" and branch == "student":
-            raise ValueError(f"{path} holds the teacher; the student is in the run's checkpoints")
-        return about, weights
-    if path.suffix != ".pt":
-        return {}, {}
-    state = load_checkpoint(path)
-    about = state.get("about", {}) if isinstance(state, dict) else {}
-    if not isinstance(about, dict) or about.get("task") != "dino":
-        return {}, {}  # `load_trained` takes it, or says why it cannot
-    found = state.get("model") if branch == "student" else state.get("task", {}).get("teacher")
-    if found is None:
-        raise ValueError(f"the checkpoint {path} holds no {branch}")
-    prefix = "backbone."
-    return about, {name.removeprefix(prefix): w for name, w in found.items() if name.startswith(prefix)}
+    loaded = load_model(what, branch=None if branch == "teacher" else branch, features=True)
+    probe = from_dict(Probe, loaded.about.get("recipe", {}).get("probe", {}))
+    return Backbone(loaded.model, Data.of_model(loaded), probe, loaded.trained)
 
 
 class LayerFeatures(nn.Module):

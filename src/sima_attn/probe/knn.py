@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sima_attn._settings import above_zero
+from sima_attn._settings import PositiveFloat, check_value
 from sima_attn.data.sources import Source
 from sima_attn.probe.features import Features, check_labels, check_same_width, evenly
-from sima_attn.report.figures import check_can_plot
+from sima_attn.report.figures import figure
 
 Array = np.ndarray | Tensor
 
@@ -144,7 +144,7 @@ def _check_vote(k: Sequence[int], temperature: float, bank: int) -> None:
     for count in k:
         if not 1 <= count <= bank:
             raise ValueError(f"k must lie between 1 and the {bank} images of the bank, got {count}; make it smaller")
-    above_zero({"the temperature": temperature})
+    check_value(temperature, PositiveFloat, "the temperature")
 
 
 def plot_neighbours(
@@ -160,12 +160,6 @@ def plot_neighbours(
     title: str = "",
 ) -> None:
     """A picture: some images, each with its nearest ones in its row; the frame says if the class is the same."""
-    check_can_plot()
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     # One of each of the classes chosen, so that a row is not like the one above it.
     rows = [
         int(np.flatnonzero(queries.labels == label)[0])
@@ -174,21 +168,16 @@ def plot_neighbours(
     ]
     cosines, indices = nearest(queries.values[rows], bank.values, min(k, len(bank.values)), device=device)
     columns = 1 + indices.shape[1]
-    figure, axes = plt.subplots(
-        len(rows), columns, figsize=(1.25 * columns, 1.45 * len(rows)), layout="constrained", squeeze=False
-    )
-    for line, row in zip(axes, rows, strict=True):
-        label = queries.labels[row]
-        _draw(line[0], query_source.read(int(queries.indices[row])), _short(queries.classes[label]), "black")
-    for line, row, near, places in zip(axes, rows, cosines.tolist(), indices.tolist(), strict=True):
-        for cell, cosine, place in zip(line[1:], near, places, strict=True):
-            same = bank.labels[place] == queries.labels[row]
-            caption = f"{cosine:.2f} {_short(bank.classes[bank.labels[place]])}"
-            _draw(cell, bank_source.read(int(bank.indices[place])), caption, "seagreen" if same else "crimson")
-    figure.suptitle(title, fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    size = (1.25 * columns, 1.45 * len(rows))
+    with figure(path, rows=len(rows), columns=columns, figsize=size, squeeze=False) as (whole, axes):
+        for line, row, near, places in zip(axes, rows, cosines.tolist(), indices.tolist(), strict=True):
+            label = queries.labels[row]
+            _draw(line[0], query_source.read(int(queries.indices[row])), _short(queries.classes[label]), "black")
+            for cell, cosine, place in zip(line[1:], near, places, strict=True):
+                caption = f"{cosine:.2f} {_short(bank.classes[bank.labels[place]])}"
+                colour = "seagreen" if bank.labels[place] == label else "crimson"
+                _draw(cell, bank_source.read(int(bank.indices[place])), caption, colour)
+        whole.suptitle(title, fontsize=10)
 
 
 def _short(name: str) -> str:

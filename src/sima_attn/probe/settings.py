@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from sima_attn._settings import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
 
 @dataclass(frozen=True)
 class Probe:
@@ -13,11 +15,16 @@ class Probe:
         epochs, batch, lr, momentum, weight_decay: Of the linear classifier.
     """
 
-    k: int = 20
-    temperature: float = 0.07
-    bank: int = 50_000
-    epochs: int = 100
-    batch: int = 1024
-    lr: float = 1e-3
-    momentum: float = 0.9
-    weight_decay: float = 0.0
+    k: PositiveInt = 20
+    temperature: PositiveFloat = 0.07
+    bank: NonNegativeInt = 50_000
+    epochs: PositiveInt = 100
+    batch: PositiveInt = 1024
+    lr: PositiveFloat = 1e-3
+    momentum: Decay = 0.9
+    weight_decay: NonNegativeFloat = 0.0
+
+    def check_relations(self) -> None:
+        """Raise where the bank is too small for k neighbours."""
+        if 0 < self.bank < self.k:
+            raise ValueError(f"probe.bank must be 0 or at least probe.k={self.k}, got {self.bank}")

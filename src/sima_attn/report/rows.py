@@ -1,4 +1,4 @@
-"""Rows: what a benchmark measured, one flat dataclass a row, kept as CSV. Tables and figures read nothing else."""
+"""Rows: what a benchmark measured, one flat dataclass per row, kept as CSV. Tables and figures read nothing else."""
 
 import csv
 import datetime
@@ -6,7 +6,7 @@ import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from sima_attn._files import atomic_write
 
@@ -37,31 +37,31 @@ def read_rows(path: Path, row_type: type[RowType]) -> list[RowType]:
         with open(path, newline="") as file:
             reader = csv.DictReader(file.readlines())
     except UnicodeDecodeError:
-        raise ValueError(f"{path} is no text; give a CSV file that a benchmark wrote") from None
+        raise ValueError(f"{path} is not a text file; pass a CSV file that a benchmark wrote") from None
     if list(reader.fieldnames or []) != list(columns):
         raise ValueError(
-            f"{path} has the columns {reader.fieldnames}, {row_type.__name__} has {list(columns)}: it was written "
-            "by another version; run the benchmark again"
+            f"{path} has the columns {reader.fieldnames}, but {row_type.__name__} has {list(columns)}: another version "
+            "wrote the file; run the benchmark again"
         )
     rows = []
     for record in reader:
         try:
             rows.append(row_type(**{name: _PARSE[columns[name]](text) for name, text in record.items()}))
-        except (KeyError, TypeError, ValueError):  # a value too many, one too few, one that is not of its type
+        except (KeyError, TypeError, ValueError):  # too many values, too few, or one of the wrong type
             raise ValueError(
-                f"line {reader.line_num} of {path} is no row of {row_type.__name__}: the file was cut or changed; "
-                "run the benchmark again"
+                f"line {reader.line_num} of {path} is not a row of {row_type.__name__}: the file was truncated or "
+                "edited; run the benchmark again"
             ) from None
     return rows
 
 
 def merge_rows(old: Sequence[RowType], new: Sequence[RowType]) -> list[RowType]:
-    """The rows of both, one per `key`: a new row takes the place of the old one."""
+    """The rows of both, one per `key`: a new row replaces the old one."""
     return list({row.key: row for row in (*old, *new)}.values())  # type: ignore[attr-defined]
 
 
 def cpu_name() -> str:
-    """The processor as the system names it."""
+    """The processor's name, as the operating system gives it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
@@ -79,5 +79,12 @@ def processor_name(device: str) -> str:
 
 
 def today() -> str:
-    """The date as rows have it."""
+    """The date in the format of the rows."""
     return datetime.date.today().isoformat()
+
+
+def provenance_columns(device: str) -> dict[str, Any]:
+    """The columns of a row that say where it was measured: the processor behind `device`, torch's version, the date."""
+    import torch
+
+    return {"device": processor_name(device), "torch": str(torch.__version__), "date": today()}

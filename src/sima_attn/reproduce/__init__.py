@@ -1,5 +1,5 @@
-"""The paper's tables beside ours: grids of runs, their rows, tables and figures.
+"""The paper's tables beside ours.
 
-grid  runs a table of recipes        miniature, dino  the two grids, *_report  their tables and figures
+grid, processes  make the runs of a table      miniature, dino  the two tables of runs; *_report  their figures
 paper_models, table_1, detection  the paper's numbers
 """

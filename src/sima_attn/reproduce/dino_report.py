@@ -1,13 +1,15 @@
-"""Rows of the self-supervised grid -> its table and its figure, the paper's numbers beside ours."""
+"""Rows of the self-supervised grid -> tables and figure, with the paper's numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from sima_attn.report.figures import check_can_plot
+from sima_attn.report.figures import figure
 from sima_attn.report.tables import TextTable
-from sima_attn.reproduce.dino import DINO, GRID, DinoCurveRow, DinoResultRow
+from sima_attn.reproduce.dino import DINO, RUNS, DinoCurveRow, DinoResultRow
+from sima_attn.reproduce.grid import FINISHED
 
 COLOURS = {
     "sima": "crimson",
@@ -22,9 +24,9 @@ COLOURS = {
 
 
 def dino_table(rows: Sequence[DinoResultRow]) -> TextTable:
-    """Every run: k-NN and linear accuracy here, and the paper's two on ImageNet."""
+    """k-NN and linear accuracy of each run, here and in the paper (ImageNet)."""
     header = ["run", "what it is", "epochs", "k-NN", "linear", "paper: model", "k-NN", "linear"]
-    grid = {run.name: run for run in GRID}
+    grid = {run.name: run for run in RUNS}
     lines: list[list[str]] = []
     bold = set()
     for row in rows:
@@ -38,7 +40,7 @@ def dino_table(rows: Sequence[DinoResultRow]) -> TextTable:
                 row.name,
                 run.about if run else row.model,
                 str(row.epochs),
-                *(accuracies if row.status == "finished" else [row.status, "-"]),
+                *(accuracies if row.status == FINISHED else [row.status, "-"]),
                 *([paper.model, f"{paper.knn:.1f}", f"{paper.linear:.1f}"] if paper else ["-", "-", "-"]),
             ]
         )
@@ -46,8 +48,8 @@ def dino_table(rows: Sequence[DinoResultRow]) -> TextTable:
 
 
 def dino_curve_table(curves: Sequence[DinoCurveRow], epochs: int) -> TextTable:
-    """k-NN accuracy by epoch of the runs of one length, as far as each has come."""
-    about = {run.name: run.about for run in GRID}
+    """k-NN accuracy by epoch of the runs with one number of epochs, unfinished ones included."""
+    about = {run.name: run.about for run in RUNS}
     mine = [row for row in curves if row.epochs == epochs]
     places = sorted({row.epoch for row in mine})
     found = {(row.name, row.epoch): f"{row.knn_top1:.1f}" for row in mine}
@@ -56,56 +58,65 @@ def dino_curve_table(curves: Sequence[DinoCurveRow], epochs: int) -> TextTable:
     return TextTable(["run", "what it is", *(f"epoch {place:g}" for place in places)], lines, set())
 
 
-def plot_dino(results: Sequence[DinoResultRow], curves: Sequence[DinoCurveRow], path: Path) -> None:
-    """k-NN accuracy by epoch, the lines of other weights across it; and k-NN and linear accuracy of every run.
+def tables(results: Sequence[DinoResultRow], curves: Sequence[DinoCurveRow]) -> dict[str, TextTable]:
+    """Title -> table."""
+    lengths = sorted({row.epochs for row in curves})
+    return {
+        "Frozen features here, and in the paper (ImageNet)": dino_table(results),
+        **{f"k-NN accuracy by epoch, {epochs} epochs": dino_curve_table(curves, epochs) for epochs in lengths},
+    }
 
-    A run that has curves and no result yet is drawn as far as it has come.
+
+def plot(results: Sequence[DinoResultRow], curves: Sequence[DinoCurveRow], path: Path) -> None:
+    """k-NN accuracy by epoch, with lines for supervised and random weights; k-NN and linear accuracy of each run.
+
+    A run that has a curve and no result yet is drawn as far as it has come.
     """
-    check_can_plot()
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    about = {run.name: run.about for run in GRID}
     epochs = max([row.epochs for row in results] + [point.epochs for point in curves])
     shown = [row for row in results if row.epochs == epochs or row.weights != DINO]
+    size = (12, max(4.5, 0.5 * len(shown) + 1))
+    with figure(path, columns=2, figsize=size, width_ratios=(1.2, 1)) as (whole, (left, right)):
+        _plot_curves(left, shown, [point for point in curves if point.epochs == epochs], epochs)
+        _plot_bars(right, shown, epochs)
+        whole.suptitle(f"DINO, {epochs} epochs at 64 px, {shown[0].device}")
 
-    def label(row: DinoResultRow) -> str:
-        name = about.get(row.name, row.name)
-        return name if row.epochs in (0, epochs) else f"{name}, {row.epochs} epochs"  # trained with labels
 
-    figure, (left, right) = plt.subplots(
-        1, 2, figsize=(12, max(4.5, 0.5 * len(shown) + 1)), layout="constrained", width_ratios=(1.2, 1)
-    )
-    longest = [point for point in curves if point.epochs == epochs]
-    for name in dict.fromkeys(point.name for point in longest):
-        mine = [point for point in longest if point.name == name]
+def _label(row: DinoResultRow, epochs: int) -> str:
+    """What a run is, and its length where that differs (supervised runs)."""
+    about = next((run.about for run in RUNS if run.name == row.name), row.name)
+    return about if row.epochs in (0, epochs) else f"{about}, {row.epochs} epochs"
+
+
+def _plot_curves(axes: Any, shown: Sequence[DinoResultRow], curves: Sequence[DinoCurveRow], epochs: int) -> None:
+    about = {run.name: run.about for run in RUNS}
+    for name in dict.fromkeys(point.name for point in curves):
+        mine = [point for point in curves if point.name == name]
         places, heights = [point.epoch for point in mine], [point.knn_top1 for point in mine]
         colour = COLOURS.get(name, "steelblue")
-        left.plot(places, heights, "o-", markersize=3, color=colour, label=about.get(name, name))
+        axes.plot(places, heights, "o-", markersize=3, color=colour, label=about.get(name, name))
     for row in shown:
-        if row.weights != DINO and row.status == "finished":
+        if row.weights != DINO and row.status == FINISHED:
             colour, style = COLOURS.get(row.name, "steelblue"), "--" if row.epochs else ":"
-            left.axhline(row.knn_top1, color=colour, linestyle=style, label=f"{label(row)}: {row.knn_top1:.1f}")
-    if longest:  # labels are worth so much that with their line in it the curves would lie flat
-        left.set_ylim(0, 1.8 * max(point.knn_top1 for point in longest))
-    left.set_xlabel("epoch")
-    left.set_ylabel(f"{shown[0].k}-NN top-1 on val, %")
-    left.grid(alpha=0.3)
-    left.legend(frameon=False, fontsize=8, loc="upper left")
+            axes.axhline(
+                row.knn_top1, color=colour, linestyle=style, label=f"{_label(row, epochs)}: {row.knn_top1:.1f}"
+            )
+    if curves:  # the line of the supervised run is so high that the curves would be flat with it
+        axes.set_ylim(0, 1.8 * max(point.knn_top1 for point in curves))
+    axes.set_xlabel("epoch")
+    axes.set_ylabel(f"{shown[0].k}-NN top-1 on val, %")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=8, loc="upper left")
+
+
+def _plot_bars(axes: Any, shown: Sequence[DinoResultRow], epochs: int) -> None:
     for place, row in enumerate(shown):
-        if row.status != "finished":
-            right.text(0, place, f" {row.status}", va="center", fontsize=8)
+        if row.status != FINISHED:
+            axes.text(0, place, f" {row.status}", va="center", fontsize=8)
             continue
         colour = COLOURS.get(row.name, "steelblue")
-        right.barh(place - 0.2, row.knn_top1, 0.38, color=colour, alpha=0.55)
-        right.barh(place + 0.2, row.linear_top1, 0.38, color=colour)
-    right.set_yticks(range(len(shown)), [label(row) for row in shown], fontsize=8)
-    right.invert_yaxis()
-    right.set_xlabel("top-1 on val, %: k-NN (pale) and linear")
-    right.grid(axis="x", alpha=0.3)
-    figure.suptitle(f"DINO, {epochs} epochs at 64 px, {shown[0].device}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+        axes.barh(place - 0.2, row.knn_top1, 0.38, color=colour, alpha=0.55)
+        axes.barh(place + 0.2, row.linear_top1, 0.38, color=colour)
+    axes.set_yticks(range(len(shown)), [_label(row, epochs) for row in shown], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("top-1 on val, %: k-NN (pale) and linear")
+    axes.grid(axis="x", alpha=0.3)

@@ -1,93 +1,205 @@
-"""What grids of runs share: runs side by side on one device, their rows gathered, what a log says of their speed."""
+"""A grid of runs: a table of named runs, each trained in its own folder and turned into rows.
+
+A run is an ordinary run of `sima train` or `sima dino`. Finished runs are skipped, interrupted ones are resumed.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
-import multiprocessing
-import os
-import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from sima_attn.report.rows import read_rows, write_rows
-from sima_attn.train.stopping import RunInterrupted, StopSignals
+from sima_attn._errors import unknown_name
+from sima_attn.dino.task import CollapseError
+from sima_attn.report.rows import provenance_columns, read_rows, write_rows
+from sima_attn.reproduce.processes import in_processes
+from sima_attn.train.checkpoint import checkpoints
+from sima_attn.train.engine import NonFiniteError
+from sima_attn.train.logs import read_log
+from sima_attn.train.run import RunFolder
 
-Run = TypeVar("Run")
-Row = TypeVar("Row")
+RESULTS = "results.csv"  # one row per run; the last file of a run, so that a run that has it is finished
+FINISHED = "finished"
 
 
-def in_processes(make: Callable[[Run], Row], runs: Sequence[Run], jobs: int) -> Iterator[tuple[Run, Row]]:
-    """What `make` gives for each run, `jobs` of them at a time, each yielded when it is done.
+@dataclass(frozen=True)
+class Run:
+    """One line of a grid.
 
-    Every run has a process of its own: nothing that it compiled or allocated stays on the device. An error of one
-    run is raised when all the others are done. SIGINT and SIGTERM are passed on to the runs, and no more are started.
+    Attributes:
+        about: What it is, in words.
+        settings: Changes of the recipe, as for `--set`.
     """
-    errors = []
 
-    def make_unless_stopped(run: Run) -> Row:
-        if signals.received is not None:
-            raise RunInterrupted(128 + signals.received)
-        return _in_a_process(make, run, jobs)
+    name: str
+    about: str
+    settings: tuple[str, ...] = field(default=(), kw_only=True)
+    epochs: int = field(default=0, kw_only=True)
 
-    with StopSignals(_stop_processes) as signals, ThreadPoolExecutor(jobs) as threads:
-        waiting = {threads.submit(make_unless_stopped, run): run for run in runs}
+    @property
+    def folder(self) -> str:
+        """Name of its folder."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run in progress: its recipe, its folder, and how it runs.
+
+    Attributes:
+        jobs: Number of runs that share the device.
+        decoded: Images that earlier runs of this process decoded.
+    """
+
+    run: Any
+    recipe: Any
+    folder: RunFolder
+    device: str
+    quiet: bool
+    jobs: int
+    decoded: dict[str, Any]
+
+    @property
+    def train_options(self) -> dict[str, Any]:
+        """Arguments of the training functions."""
+        return {"resume": self.folder.recipe_file.exists(), "device": self.device, "quiet": self.quiet}
+
+    def log(self, name: str) -> list[dict[str, str]]:
+        """The rows of one of its logs."""
+        path = self.folder.path / name
+        return read_log(path) if path.exists() else []
+
+    def columns(self, status: str) -> dict[str, Any]:
+        """The columns that the results of all grids have."""
+        steps, seconds, rate = training_speed(self.log("train.csv"), self.recipe.run.batch)
+        return {
+            "name": self.run.name,
+            "model": self.recipe.model.name,
+            "attention": str(self.recipe.model.attention),
+            "seed": self.recipe.run.seed,
+            "epochs": self.run.epochs,
+            "status": status,
+            "steps": steps,
+            "seconds": seconds,
+            "images_per_second": rate,
+            **provenance_columns(self.device),
+        }
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table of runs, and how a run becomes rows.
+
+    Attributes:
+        runs: The table.
+        row_files: The files of rows of a run and their types; RESULTS is one of them.
+        recipe: (run, data, on_gpu) -> its recipe.
+        train: Trains a run and returns its metrics.
+        rows: (job, status, metrics) -> file -> rows. The status is FINISHED, or says at which step training failed.
+        sort_by: Columns by which collected rows are sorted; "name" is the position in the table.
+    """
+
+    runs: tuple[Any, ...]
+    row_files: Mapping[str, type]
+    recipe: Callable[[Any, str, bool], Any]
+    train: Callable[[Job], dict[str, float]]
+    rows: Callable[[Job, str, dict[str, float]], dict[str, list[Any]]]
+    sort_by: tuple[str, ...]
+
+    def select(self, only: Sequence[str]) -> list[Any]:
+        """The runs with these names, by default all."""
+        known = {run.name: run for run in self.runs}
+        for name in only:
+            if name not in known:
+                raise unknown_name("run", name, known)
+        return [known[name] for name in dict.fromkeys(only)] or list(self.runs)
+
+    def make_run(
+        self,
+        run: Any,
+        out: Path,
+        data: str,
+        *,
+        device: str = "cuda",
+        quiet: bool = False,
+        jobs: int = 1,
+        decoded: dict[str, Any] | None = None,
+    ) -> Any:
+        """Train or resume a run, write its rows to its folder and return its result; a finished one is only read."""
+        folder = RunFolder(out / run.folder)
+        recipe = self.recipe(run, data, device == "cuda")
+        if (folder.path / RESULTS).exists():
+            folder.check_finished(recipe)  # it may have been trained on other images
+            return read_rows(folder.path / RESULTS, self.row_files[RESULTS])[0]
+        job = Job(run, recipe, folder, device, quiet, jobs, {} if decoded is None else decoded)
+        status, metrics = FINISHED, {}
         try:
-            for done in as_completed(waiting):
-                error = done.exception()
-                if error is None:
-                    yield waiting[done], done.result()
-                else:
-                    errors.append(error)
-        finally:
-            threads.shutdown(cancel_futures=True)
-    if signals.received is not None:
-        raise RunInterrupted(128 + signals.received)
-    if errors:
-        raise errors[0]
+            metrics = self.train(job)
+        except NonFiniteError as error:
+            status = f"diverged at step {error.step}"
+        except CollapseError as error:
+            status = f"collapsed at step {error.step}"
+        rows = self.rows(job, status, metrics)
+        for name in sorted(rows, key=lambda name: name == RESULTS):
+            if rows[name]:
+                write_rows(folder.path / name, rows[name])
+        for path in checkpoints(folder.checkpoints):
+            path.unlink()  # those of all runs would fill gigabytes; the weights are kept
+        return rows[RESULTS][0]
 
+    def make_runs(
+        self,
+        runs: Sequence[Any],
+        out: Path,
+        data: str,
+        *,
+        device: str = "cuda",
+        jobs: int = 1,
+        on_start: Callable[[Any], None] = lambda run: None,
+    ) -> Iterator[tuple[Any, Any]]:
+        """Make the runs, `jobs` at a time on one device; yields (run, result) once the result is collected.
 
-def _stop_processes() -> None:
-    for process in multiprocessing.active_children():
-        process.terminate()
+        `on_start` is called with each run where they are made one after the other.
+        """
+        make = partial(self.make_run, out=out, data=data, device=device, jobs=jobs)
 
+        def one_by_one() -> Iterator[tuple[Any, Any]]:
+            decoded: dict[str, Any] = {}
+            for run in runs:
+                on_start(run)
+                yield run, make(run, decoded=decoded)
 
-def _in_a_process(make: Callable[[Run], Row], run: Run, jobs: int) -> Row:
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=_prepare_process, initargs=(jobs,)) as process:
-        return process.submit(make, run).result()
+        for made in one_by_one() if jobs == 1 else in_processes(partial(make, quiet=True), runs, jobs):
+            self.collect(out)
+            yield made
 
+    def collect(self, out: Path) -> None:
+        """Gather the rows of all finished runs under `out` into files of the same names in `out`."""
+        position = {run.name: i for i, run in enumerate(self.runs)}  # names that were removed from the table are last
 
-def _prepare_process(jobs: int) -> None:
-    """Share the cores: threads that wait in a loop for one another slow all down. Leave Ctrl-C to the parent."""
-    import torch
+        def key(row: Any) -> list[Any]:
+            columns = [(column, getattr(row, column)) for column in self.sort_by]
+            return [(position.get(value, len(position)), value) if name == "name" else value for name, value in columns]
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent passes it on as SIGTERM
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // jobs))
+        finished = [path.parent for path in out.glob(f"*/{RESULTS}")]
+        for name, row_type in self.row_files.items():
+            files = [folder / name for folder in finished if (folder / name).exists()]
+            rows: list[Any] = [read_rows(file, row_type) for file in files]
+            if rows:
+                write_rows(out / name, sorted(itertools.chain(*rows), key=key))
 
-
-def collect_rows(out: Path, files: Mapping[str, type], key: Callable[[Any], Any]) -> None:
-    """Gather the rows of all done runs, folders under `out`, into files of the same names in `out`.
-
-    A run is done once it has the first of the files. The rows are sorted by the key; within a run their order stays.
-    """
-    done = [path.parent for path in out.glob(f"*/{next(iter(files))}")]
-    for name, kind in files.items():
-        rows: list[Any] = []
-        for folder in done:
-            rows += read_rows(folder / name, kind) if (folder / name).exists() else []
-        if rows:
-            write_rows(out / name, sorted(rows, key=key))
-
-
-def read_collected_rows(out: Path, files: Mapping[str, type]) -> list[list[Any]]:
-    """The rows of each file, none where there is no file."""
-    return [read_rows(out / name, kind) if (out / name).exists() else [] for name, kind in files.items()]
+    def read_collected(self, out: Path) -> list[list[Any]]:
+        """The rows of each file that `collect` wrote; an empty list where there is no file."""
+        files = ((out / name, row_type) for name, row_type in self.row_files.items())
+        return [read_rows(path, row_type) if path.exists() else [] for path, row_type in files]
 
 
 def training_speed(log: Sequence[dict[str, str]], batch: int) -> tuple[int, float, float]:
-    """(steps, seconds, median images a second) of training alone, from its log: also right after an interruption."""
+    """(steps, seconds, median images per second) of training, from its log: correct for resumed runs too."""
     steps, seconds, rates = 0, 0.0, []
     for row in log:
         rate = float(row["images_per_second"])

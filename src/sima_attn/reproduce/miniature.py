@@ -1,69 +1,65 @@
-"""The paper in miniature: its ablations as a grid of runs on 64-pixel images, one row a run.
+"""The paper in miniature: its ablations as a grid of runs of `sima train` on 64-pixel images.
 
-GRID is the one table; a new comparison is one line of it. Every run is an ordinary run of `sima train` in a folder
-of its own: finished ones are passed over, interrupted ones go on.
+RUNS is the table; a new comparison is one line of it.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sima_attn._errors import unknown_name
+import torch
+
 from sima_attn._settings import with_overrides
-from sima_attn.report.rows import processor_name, read_rows, today, write_rows
-from sima_attn.reproduce.grid import collect_rows, in_processes, read_collected_rows, training_speed
+from sima_attn.data import open_data
+from sima_attn.models.building import build_model
+from sima_attn.models.loading import load_model
+from sima_attn.reproduce.grid import FINISHED, RESULTS, Grid, Job, Run
 from sima_attn.train import recipes
-from sima_attn.train.logs import read_log
+from sima_attn.train.classify import train_classifier
+from sima_attn.train.evaluate import evaluate
 from sima_attn.train.recipes import Recipe
 
 VIT, XCIT = "sima_vit_mini_patch4_64", "sima_xcit_mini_p4_64"
 TOKENS = 256  # of both at 64 px
-EPOCHS = 60
 OTHER_SIZES = (48, 64, 96, 128)
 DEIT_S, XCIT_S12 = "DeiT-S", "XCiT-S12/16"
 PAPER_TWINS = {DEIT_S: 79.8, XCIT_S12: 82.0}  # with softmax and with XCA, ImageNet, Table 1
 DID_NOT_CONVERGE = math.nan
-LR = 1e-3  # of all runs but those that double it: what softmax takes best, half of the recipe's
+LR = 1e-3  # of all runs but those that double it: best for softmax, half of the recipe's
 FASTER = ("optim.lr=2e-3",)
-QK_BIAS = 0.3  # the standard deviation of q and k at the start
+QK_BIAS = 0.3  # the standard deviation of q and k at initialization
 
 
 @dataclass(frozen=True)
-class MiniatureRun:
+class MiniatureRun(Run):
     """One line of the grid.
 
     Attributes:
-        about: What is compared, in words.
         options: Arguments of the model.
-        settings: Changes of the recipe, as `--set` takes them.
-        twin: The run that it is compared with.
-        paper, paper_model: The paper's ImageNet top-1 for it, and the model it is of; None where there is none, nan
-            where it did not converge.
-        headline: Run with every seed, and evaluated at other sizes.
+        twin: Name of the run that it is compared with.
+        paper, paper_model: The paper's ImageNet top-1, and the model it is of; None where there is none, nan where
+            training did not converge.
+        headline: Whether to run it with all seeds, and to evaluate it at other image sizes.
     """
 
-    name: str
-    about: str
     attention: str = "sima"
     model: str = VIT
     options: dict[str, Any] = field(default_factory=dict)
-    settings: tuple[str, ...] = ()
     twin: str = "softmax"
     paper: float | None = None
     paper_model: str = DEIT_S
     headline: bool = False
     seed: int = 0
-    epochs: int = EPOCHS
+    epochs: int = field(default=60, kw_only=True)
 
     @property
     def folder(self) -> str:
-        """Its folder among the others."""
+        """Name of its folder."""
         return f"{self.name}-{self.epochs}epochs-seed{self.seed}"
 
     @property
@@ -72,8 +68,8 @@ class MiniatureRun:
         return self.options.get("num_heads", 3 if self.model == VIT else 4)
 
 
-# token_ref r multiplies SimA's output by N / r: at these N = 256 tokens it is the plain way to set a scale.
-GRID = (
+# token_ref r multiplies SimA's output by N / r: at these N = 256 tokens it sets a scale.
+RUNS = (
     MiniatureRun("softmax", "softmax, 3 heads", "softmax", paper=79.8, headline=True),
     MiniatureRun("sima", "SimA, 3 heads", paper=79.8, headline=True),
     MiniatureRun("softmax_1head", "softmax, 1 head", "softmax", options={"num_heads": 1}, paper=77.0),
@@ -156,7 +152,7 @@ GRID = (
 
 @dataclass(frozen=True)
 class ResultRow:
-    """What a run came to. Numbers that a diverged run does not have are nan."""
+    """The result of a run. Numbers that a diverged run does not have are nan."""
 
     name: str
     model: str
@@ -177,10 +173,15 @@ class ResultRow:
     torch: str
     date: str
 
+    def summary(self) -> str:
+        """The result in a few words."""
+        result = f"top-1 {self.top1:.2f}" if self.status == FINISHED else self.status
+        return f"{result}, {self.seconds:.0f} s"
+
 
 @dataclass(frozen=True)
 class SizeRow:
-    """A finished run at one image size."""
+    """A finished run, evaluated at one image size."""
 
     name: str
     seed: int
@@ -193,7 +194,7 @@ class SizeRow:
 
 @dataclass(frozen=True)
 class CurveRow:
-    """A run after so many epochs."""
+    """A run after `epoch` epochs."""
 
     name: str
     seed: int
@@ -203,29 +204,19 @@ class CurveRow:
     loss: float
 
 
-ROW_FILES: dict[str, type] = {"results.csv": ResultRow, "sizes.csv": SizeRow, "curves.csv": CurveRow}
-
-
 def planned_runs(
     only: Sequence[str] = (), *, epochs: int | None = None, seeds: Sequence[int] = (0, 1)
 ) -> list[MiniatureRun]:
-    """The runs to make: those named (by default all), headline runs with every seed, the others with the first."""
-    known = {run.name: run for run in GRID}
-    for name in only:
-        if name not in known:
-            raise unknown_name("run", name, known)
-    if not seeds:
-        raise ValueError("at least one seed is needed")
-    chosen = [known[name] for name in dict.fromkeys(only)] or list(GRID)
+    """The runs with these names (by default all): headline runs with all seeds, the others with the first."""
     return [
         replace(run, seed=seed, epochs=epochs or run.epochs)
-        for run in chosen
+        for run in GRID.select(only)
         for seed in (dict.fromkeys(seeds) if run.headline else seeds[:1])
     ]
 
 
-def miniature_recipe(run: MiniatureRun, data: str, *, on_gpu: bool) -> Recipe:
-    """The recipe `tiny_imagenet` at the grid's learning rate, with what the run changes in it."""
+def miniature_recipe(run: MiniatureRun, data: str, on_gpu: bool) -> Recipe:
+    """The recipe `tiny_imagenet` at the grid's learning rate, with the changes of the run."""
     base = recipes.tiny_imagenet()
     recipe = replace(
         base,
@@ -241,124 +232,54 @@ def miniature_recipe(run: MiniatureRun, data: str, *, on_gpu: bool) -> Recipe:
     return with_overrides(recipe, run.settings)
 
 
-def make_run(run: MiniatureRun, out: Path, data: str, *, device: str = "cuda", quiet: bool = False) -> ResultRow:
-    """Train a run to its end, or go on with it, and leave its rows in its folder; a finished one is only read."""
-    import torch
+def train(job: Job) -> dict[str, float]:
+    """Train a run."""
+    return train_classifier(job.recipe, job.folder.path, **job.train_options).metrics
 
-    from sima_attn.train.checkpoint import checkpoints
-    from sima_attn.train.classify import train_classifier
-    from sima_attn.train.engine import NonFiniteError
-    from sima_attn.train.run import RunFolder
 
-    folder = RunFolder(out / run.folder)
-    done = folder.path / "results.csv"
-    recipe = miniature_recipe(run, data, on_gpu=device == "cuda")
-    if done.exists():
-        folder.check_finished(recipe)  # of these images, not of others that were in this place before
-        return read_rows(done, ResultRow)[0]
-    metrics: dict[str, float] = {}
-    status = "finished"
-    try:
-        metrics = train_classifier(
-            recipe, folder.path, resume=folder.recipe_file.exists(), device=device, quiet=quiet
-        ).metrics
-    except NonFiniteError as error:
-        status = f"diverged at step {error.step}"
-    log = read_log(folder.path / "train.csv") if (folder.path / "train.csv").exists() else []
-    steps, seconds, rate = training_speed(log, recipe.run.batch)
-    row = ResultRow(
-        name=run.name,
-        model=run.model,
-        attention=run.attention,
+def rows(job: Job, status: str, metrics: dict[str, float]) -> dict[str, list[Any]]:
+    """The result of a run, its learning curve, and a headline run at other image sizes."""
+    run = job.run
+    scores: dict[str, Any] = {name: metrics.get(name, math.nan) for name in ("top1", "top5", "ema_top1")}
+    result = ResultRow(
+        **job.columns(status),
         options=" ".join([*(f"{key}={value}" for key, value in run.options.items()), *run.settings]),
         heads=run.heads,
-        seed=run.seed,
-        epochs=run.epochs,
-        params=_parameters(recipe),
-        top1=metrics.get("top1", math.nan),
-        top5=metrics.get("top5", math.nan),
-        ema_top1=metrics.get("ema_top1", math.nan),
-        status=status,
-        steps=steps,
-        seconds=seconds,
-        images_per_second=rate,
-        device=processor_name(device),
-        torch=torch.__version__,
-        date=today(),
+        params=_parameters(job.recipe),
+        **scores,
     )
-    if run.headline and status == "finished":
-        write_rows(folder.path / "sizes.csv", _at_other_sizes(run, folder.path, device))
-    evaluated = read_log(folder.path / "eval.csv") if (folder.path / "eval.csv").exists() else []
-    if evaluated:
-        write_rows(
-            folder.path / "curves.csv",
-            [
-                CurveRow(run.name, run.seed, run.epochs, float(r["epoch"]), float(r["top1"]), float(r["loss"]))
-                for r in evaluated
-            ],
-        )
-    write_rows(done, [row])  # the last file: with it the run is done
-    for path in checkpoints(folder.checkpoints):
-        path.unlink()  # the grid's would fill gigabytes; the weights are kept
-    return row
+    curve = [
+        CurveRow(run.name, run.seed, run.epochs, float(r["epoch"]), float(r["top1"]), float(r["loss"]))
+        for r in job.log("eval.csv")
+    ]
+    sizes = evaluate_sizes(run, job.folder.path, job.device) if run.headline and status == FINISHED else []
+    return {RESULTS: [result], "sizes.csv": sizes, "curves.csv": curve}
 
 
 def _parameters(recipe: Recipe) -> int:
-    import torch
-
-    from sima_attn.data import open_data
-    from sima_attn.train.classify import build_model
-
     with torch.device("meta"):
         model = build_model(recipe.model, len(open_data(recipe.data.path, "val").classes))
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _at_other_sizes(run: MiniatureRun, folder: Path, device: str) -> list[SizeRow]:
-    from sima_attn.train.evaluate import evaluate, load_trained
-
-    loaded = load_trained(folder)
+def evaluate_sizes(run: MiniatureRun, folder: Path, device: str) -> list[SizeRow]:
+    """A finished run at OTHER_SIZES; SimA also with token_ref, where the size is not the training size."""
+    loaded = load_model(folder)
     workers = min(8, os.cpu_count() or 1) if device == "cuda" else 0
-    rows = []
+    found = []
     for px in OTHER_SIZES:
-        differs = run.attention == "sima" and px != loaded.data.size
+        differs = run.attention == "sima" and px != loaded.preprocessing.size
         for token_ref in (False, True) if differs else (False,):
             result = evaluate(loaded, size=px, token_ref=token_ref, device=device, workers=workers)
-            rows.append(SizeRow(run.name, run.seed, run.epochs, px, token_ref, result.top1, result.top5))
-    return rows
+            found.append(SizeRow(run.name, run.seed, run.epochs, px, token_ref, result.top1, result.top5))
+    return found
 
 
-def make_runs(
-    runs: Sequence[MiniatureRun],
-    out: Path,
-    data: str,
-    *,
-    device: str = "cuda",
-    jobs: int = 1,
-    on_start: Callable[[MiniatureRun], None] = lambda run: None,
-) -> Iterator[tuple[MiniatureRun, ResultRow]]:
-    """Make the runs, `jobs` at a time on the one device, each yielded when it is done and its rows are collected."""
-    if jobs < 1:
-        raise ValueError(f"jobs must be at least 1, got {jobs}")
-    if jobs == 1:
-        for run in runs:
-            on_start(run)
-            row = make_run(run, out, data, device=device)
-            collect(out)
-            yield run, row
-        return
-    for run, row in in_processes(partial(make_run, out=out, data=data, device=device, quiet=True), runs, jobs):
-        collect(out)
-        yield run, row
-
-
-def collect(out: Path) -> None:
-    """Gather the rows of all done runs under `out` into its CSV files, in the order of the grid."""
-    order = {run.name: i for i, run in enumerate(GRID)}  # a run that the grid has no longer comes last
-    collect_rows(out, ROW_FILES, lambda row: (row.epochs, order.get(row.name, len(order)), row.name, row.seed))
-
-
-def read_collected(out: Path) -> tuple[list[ResultRow], list[SizeRow], list[CurveRow]]:
-    """The rows that `collect` gathered."""
-    results, sizes, curves = read_collected_rows(out, ROW_FILES)
-    return results, sizes, curves
+GRID = Grid(
+    runs=RUNS,
+    row_files={RESULTS: ResultRow, "sizes.csv": SizeRow, "curves.csv": CurveRow},
+    recipe=miniature_recipe,
+    train=train,
+    rows=rows,
+    sort_by=("epochs", "name", "seed"),
+)

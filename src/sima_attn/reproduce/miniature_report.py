@@ -1,4 +1,4 @@
-"""Rows of the miniature grid -> its tables and its figure, the paper's numbers beside ours."""
+"""Rows of the miniature grid -> tables and figure, with the paper's numbers."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
-from sima_attn.report.figures import check_can_plot
+from sima_attn.report.figures import figure
 from sima_attn.report.tables import TextTable
-from sima_attn.reproduce.miniature import GRID, PAPER_TWINS, CurveRow, MiniatureRun, ResultRow, SizeRow
+from sima_attn.reproduce.grid import FINISHED
+from sima_attn.reproduce.miniature import PAPER_TWINS, RUNS, CurveRow, MiniatureRun, ResultRow, SizeRow
 
 
 def results_table(rows: Sequence[ResultRow]) -> TextTable:
-    """Every run of every schedule: the mean over its seeds, the difference to its twin, and the paper's two."""
+    """Each run of each schedule: the mean over its seeds and the difference to its twin, here and in the paper."""
     header = ["run", "what it is", "heads", "params", "epochs", "top-1", "to twin", "top-1, paper", "to twin, paper"]
     lines: list[list[str]] = []
     bold = set()
     for epochs in sorted({row.epochs for row in rows}):
-        for run in GRID:
+        for run in RUNS:
             mine = [row for row in rows if row.name == run.name and row.epochs == epochs]
             if not mine:
                 continue
@@ -50,7 +52,7 @@ def sizes_table(rows: Sequence[SizeRow]) -> TextTable:
         mine = [row for row in rows if (row.name, row.epochs) == (name, epochs)]
         cells = []
         for px in sizes:
-            # At the training size token_ref changes nothing, and is measured without it.
+            # At the training size token_ref is a no-op, and is not measured.
             here = [row for row in mine if row.px == px]
             here = [row for row in here if row.token_ref == token_ref] or here
             cells.append(f"{mean(row.top1 for row in here):.1f}" if here else "-")
@@ -59,7 +61,7 @@ def sizes_table(rows: Sequence[SizeRow]) -> TextTable:
 
 
 def to_twin(run: MiniatureRun, rows: Sequence[ResultRow], epochs: int) -> float | None:
-    """Points of top-1 above the twin under the same schedule, means over seeds; None where either has no number."""
+    """Mean top-1 over seeds minus that of the twin, same schedule; None where either has no number."""
     ours, twins = (
         [row.top1 for row in rows if row.name == name and row.epochs == epochs] for name in (run.name, run.twin)
     )
@@ -69,16 +71,16 @@ def to_twin(run: MiniatureRun, rows: Sequence[ResultRow], epochs: int) -> float 
 
 
 def paper_to_twin(run: MiniatureRun) -> float | None:
-    """The same of the paper's ImageNet numbers."""
+    """The same for the paper's ImageNet numbers."""
     if run.paper is None or math.isnan(run.paper):
         return None
     return run.paper - PAPER_TWINS[run.paper_model]
 
 
 def _accuracy(rows: Sequence[ResultRow]) -> str:
-    lost = [row.status for row in rows if row.status != "finished"]
-    if lost:
-        return lost[0] if len(rows) == 1 else f"{len(lost)} of {len(rows)} {lost[0]}"
+    failed = [row.status for row in rows if row.status != FINISHED]
+    if failed:
+        return failed[0] if len(rows) == 1 else f"{len(failed)} of {len(rows)} {failed[0]}"
     values = [row.top1 for row in rows]
     text = f"{mean(values):.1f}"
     return text if len(values) == 1 else f"{text} ({min(values):.1f} to {max(values):.1f}, {len(values)} seeds)"
@@ -93,84 +95,86 @@ def _paper_cells(run: MiniatureRun) -> list[str]:
     return [f"{run.paper:.1f}, {run.paper_model}", f"{difference:+.1f}"]
 
 
-def plot_miniature(results: Sequence[ResultRow], curves: Sequence[CurveRow], path: Path) -> None:
-    """Learning curves, and every run's distance to its twin beside the paper's.
+SHOWN = {
+    "softmax": "black",
+    "sima": "crimson",
+    "softmax_lr": "steelblue",
+    "sima_lr": "orchid",
+    "xcit_xca": "dimgrey",
+    "xcit_sima": "darkorange",
+}
+
+
+def tables(results: Sequence[ResultRow], sizes: Sequence[SizeRow], curves: Sequence[CurveRow]) -> dict[str, TextTable]:
+    """Title -> table."""
+    found = {"Here, and in the paper (ImageNet)": results_table(results)}
+    return found | ({"Top-1 at other image sizes": sizes_table(sizes)} if sizes else {})
+
+
+def plot(results: Sequence[ResultRow], sizes: Sequence[SizeRow], curves: Sequence[CurveRow], path: Path) -> None:
+    """Learning curves, and the difference of each run to its twin, here and in the paper.
 
     All runs of the schedule that has most of them; of other schedules those that have a twin there.
     """
-    check_can_plot()
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     made = Counter(row.epochs for row in results)
     epochs = max(made, key=lambda schedule: (made[schedule], schedule))
-    bars = [(run, epochs) for run in GRID if any(row.name == run.name and row.epochs == epochs for row in results)]
+    bars = [(run, epochs) for run in RUNS if any(row.name == run.name and row.epochs == epochs for row in results)]
     bars += [
         (run, other)
         for other in sorted(made.keys() - {epochs})
-        for run in GRID
+        for run in RUNS
         if run.name != run.twin and to_twin(run, results, other) is not None
     ]
-    figure, (left, right) = plt.subplots(
-        1, 2, figsize=(13, max(4.5, 0.36 * len(bars) + 1)), layout="constrained", width_ratios=(1, 1.2)
-    )
-    shown = {
-        "softmax": "black",
-        "sima": "crimson",
-        "softmax_lr": "steelblue",
-        "sima_lr": "orchid",
-        "xcit_xca": "dimgrey",
-        "xcit_sima": "darkorange",
-    }
-    about = {run.name: run.about for run in GRID}
+    size = (13, max(4.5, 0.36 * len(bars) + 1))
+    with figure(path, columns=2, figsize=size, width_ratios=(1, 1.2)) as (whole, (left, right)):
+        _plot_curves(left, curves, epochs, len(made) > 1)
+        _plot_differences(right, results, bars, epochs)
+        unless = " unless stated otherwise" if len(made) > 1 else ""
+        whole.suptitle(f"{epochs} epochs{unless} at 64 px, {results[0].device}")
+
+
+def _plot_curves(axes: Any, curves: Sequence[CurveRow], epochs: int, has_others: bool) -> None:
+    about = {run.name: run.about for run in RUNS}
     labelled = set()
     for name, schedule, seed in dict.fromkeys((row.name, row.epochs, row.seed) for row in curves):
         mine = [row for row in curves if (row.name, row.epochs, row.seed) == (name, schedule, seed)]
-        named = name in shown and name not in labelled
-        labelled.add(name)
-        left.plot(
+        is_shown = name in SHOWN
+        axes.plot(
             [row.epoch for row in mine],
             [row.top1 for row in mine],
-            color=shown.get(name, "lightgrey"),
+            color=SHOWN.get(name, "lightgrey"),
             linestyle="-" if schedule == epochs else "--",
-            linewidth=1.8 if name in shown else 0.8,
-            zorder=2 if name in shown else 1,
-            label=about[name] if named else None,
+            linewidth=1.8 if is_shown else 0.8,
+            zorder=2 if is_shown else 1,
+            label=about[name] if is_shown and name not in labelled else None,
         )
-    left.set_xlabel("epoch")
-    left.set_ylabel("top-1 on val, %")
-    left.grid(alpha=0.3)
-    if left.get_legend_handles_labels()[0]:
-        dashes = ", dashed: other schedules" if len(made) > 1 else ""
-        left.legend(frameon=False, title=f"light grey: the other runs{dashes}")
+        labelled.add(name)
+    axes.set_xlabel("epoch")
+    axes.set_ylabel("top-1 on val, %")
+    axes.grid(alpha=0.3)
+    if labelled & SHOWN.keys():
+        axes.legend(frameon=False, title=f"light grey: the other runs{', dashed: other schedules' * has_others}")
 
+
+def _plot_differences(
+    axes: Any, results: Sequence[ResultRow], bars: Sequence[tuple[MiniatureRun, int]], epochs: int
+) -> None:
     for place, (run, schedule) in enumerate(bars):
         ours, paper = to_twin(run, results, schedule), paper_to_twin(run)
         if ours is None:
             found = next(row for row in results if row.name == run.name and row.epochs == schedule)
-            status = found.status if found.status != "finished" else f"{found.top1:.1f}, no twin yet"
-            right.text(0, place - 0.2, f" {status}", va="center", fontsize=8)
+            status = found.status if found.status != FINISHED else f"{found.top1:.1f}, no twin yet"
+            axes.text(0, place - 0.2, f" {status}", va="center", fontsize=8)
         else:
-            right.barh(place - 0.2, ours, 0.38, color="crimson" if "sima" in run.name else "grey")
+            axes.barh(place - 0.2, ours, 0.38, color="crimson" if "sima" in run.name else "grey")
         if paper is not None:
-            right.barh(place + 0.2, paper, 0.38, fill=False, edgecolor="black")
-    right.axvline(0, color="black", linewidth=0.8)
+            axes.barh(place + 0.2, paper, 0.38, fill=False, edgecolor="black")
+    axes.barh(0, 0, color="crimson", label="here")  # entries of the legend
+    axes.barh(0, 0, fill=False, edgecolor="black", label="paper, ImageNet")
+    axes.axvline(0, color="black", linewidth=0.8)
     labels = [run.about if schedule == epochs else f"{run.about}, {schedule} epochs" for run, schedule in bars]
-    right.set_yticks(range(len(bars)), labels, fontsize=8)
-    right.invert_yaxis()
-    right.set_xlabel("points of top-1 above the softmax (XCiT: XCA) twin")
-    right.grid(axis="x", alpha=0.3)
-    handles = [
-        plt.Rectangle((0, 0), 1, 1, color="crimson", label="here"),
-        plt.Rectangle((0, 0), 1, 1, fill=False, edgecolor="black", label="paper, ImageNet"),
-    ]
-    right.legend(handles=handles, frameon=False, loc="upper right")
-    first = results[0]
-    figure.suptitle(
-        f"{epochs} epochs{' where nothing else is said,' if len(made) > 1 else ''} at 64 px, {first.device}"
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    axes.set_yticks(range(len(bars)), labels, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("top-1 minus that of the softmax (XCiT: XCA) twin, points")
+    axes.grid(axis="x", alpha=0.3)
+    axes.legend(frameon=False, loc="upper right")

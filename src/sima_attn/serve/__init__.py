@@ -2,6 +2,6 @@
 
 limits    what a request may cost: bytes, pixels, waiting, seconds      connections   the same for a connection
 photos    uploaded bytes -> photo, or a refusal that says why
-looking   model and photo -> what the page shows          in_browser   ONNX file -> what the second page needs
+analyzer  model and photo -> what the page shows          in_browser   ONNX file -> what the second page needs
 app       the routes, their headers and errors      run    uvicorn around it      page/    the pages themselves
 """

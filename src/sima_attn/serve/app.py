@@ -18,11 +18,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from sima_attn._version import __version__
-from sima_attn.explain.subject import Subject
+from sima_attn.explain.photo_model import PhotoModel
+from sima_attn.serve.analyzer import Analysis, Analyzer, Effect, ModelFacts, Times
 from sima_attn.serve.connections import LoopErrors
 from sima_attn.serve.in_browser import BrowserModel, InBrowser
 from sima_attn.serve.limits import Gate, Limits, Refusal
-from sima_attn.serve.looking import Analysis, Effect, Looker, ModelFacts, Times
 from sima_attn.serve.photos import decode, find_samples, thumbnail
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
@@ -84,7 +84,7 @@ Number = Annotated[Digits, Query(ge=0, le=100_000)]
 
 
 def create_app(
-    subject: Subject,
+    photo_model: PhotoModel,
     *,
     samples: Path | None = None,
     limits: Limits | None = None,
@@ -93,8 +93,8 @@ def create_app(
 ) -> FastAPI:
     """The application. `hosts` are the names it answers to, None for any: a page elsewhere cannot pose as ours."""
     limits = limits or Limits()
-    gate, looker, offered = Gate(limits), Looker(subject, limits), find_samples(samples)
-    Size = Annotated[Digits, Query(ge=1, le=4096, description="Pixels.", json_schema_extra={"enum": looker.sizes})]
+    gate, analyzer, offered = Gate(limits), Analyzer(photo_model, limits), find_samples(samples)
+    Size = Annotated[Digits, Query(ge=1, le=4096, description="Pixels.", json_schema_extra={"enum": analyzer.sizes})]
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -137,22 +137,22 @@ def create_app(
     async def model() -> ModelFacts:
         """What the model is and costs."""
         with gate.admit():
-            return await gate.run(looker.facts)
+            return await gate.run(analyzer.facts)
 
     @app.post("/api/analyse", openapi_extra=PHOTO_BODY, responses=REFUSALS)
     async def analyse(request: Request, size: Size | None = None) -> Analysis:
         """Five guesses and the maps of every layer; the body is the photo file."""
-        return await on_photo(request, lambda photo: looker.analyse(photo, size))
+        return await on_photo(request, lambda photo: analyzer.analyse(photo, size))
 
     @app.post("/api/effect", openapi_extra=PHOTO_BODY, responses=REFUSALS)
     async def effect(request: Request, layer: Number, row: Number, column: Number, size: Size | None = None) -> Effect:
         """What one patch takes from the others; the body is the photo file."""
-        return await on_photo(request, lambda photo: looker.effect(photo, layer, row, column, size))
+        return await on_photo(request, lambda photo: analyzer.effect(photo, layer, row, column, size))
 
     @app.post("/api/times", openapi_extra=PHOTO_BODY, responses=REFUSALS)
     async def times(request: Request, size: Size) -> Times:
         """Time of a forward with SimA and with softmax; the body is the photo file."""
-        return await on_photo(request, lambda photo: looker.times(photo, size))
+        return await on_photo(request, lambda photo: analyzer.times(photo, size))
 
     return app
 

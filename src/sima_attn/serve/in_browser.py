@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from sima_attn.export.preprocessing import Preprocessing
 from sima_attn.export.runtimes import labels_in, open_model
+from sima_attn.models.preprocessing import Preprocessing
 from sima_attn.serve.limits import Refusal
 
 RUNTIME = {"ort.wasm.bundle.min.mjs": "text/javascript", "ort-wasm-simd-threaded.wasm": "application/wasm"}
@@ -35,11 +35,7 @@ class BrowserModel:
     bytes: int
     precision: str
     prepares_itself: bool
-    size: int
-    mean: list[float]
-    std: list[float]
-    crop_ratio: float
-    interpolation: str
+    preprocessing: Preprocessing
     classes: list[str] | None
 
 
@@ -94,11 +90,7 @@ def browser_model(path: Path) -> BrowserModel:
         bytes=path.stat().st_size,
         precision=precision,
         prepares_itself=inside,
-        size=how.size,
-        mean=list(how.mean),
-        std=list(how.std),
-        crop_ratio=how.crop_ratio,
-        interpolation=how.interpolation,
+        preprocessing=how,
         classes=classes,
     )
 

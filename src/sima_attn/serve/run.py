@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import uvicorn
 
-    from sima_attn.explain.subject import Subject
+    from sima_attn.explain.photo_model import PhotoModel
     from sima_attn.serve.limits import Limits
 
 NEEDED = ("fastapi", "uvicorn", "PIL")
@@ -32,7 +32,7 @@ def check_installed() -> None:
 
 
 def serve(
-    subject: Subject,
+    photo_model: PhotoModel,
     *,
     host: str,
     port: int,
@@ -49,7 +49,7 @@ def serve(
 
     hosts = LOCAL if host in LOCAL else None
     in_browser = InBrowser(onnx, onnxruntime_web)
-    app = create_app(subject, samples=samples, limits=limits, hosts=hosts, in_browser=in_browser)
+    app = create_app(photo_model, samples=samples, limits=limits, hosts=hosts, in_browser=in_browser)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -6,20 +6,16 @@ Shapes: B batch, K classes.
 from __future__ import annotations
 
 import contextlib
-import difflib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import timm
 import torch
 import torch.nn.functional as F
 from timm.data import Mixup
-from timm.layers import DropPath
 from torch import Tensor, nn
 
 from sima_attn._settings import to_dict
-from sima_attn.conversion import convert
 from sima_attn.data import open_data
 from sima_attn.data.augment import augment_batch, erase
 from sima_attn.data.cache import Cache, normalise
@@ -33,50 +29,14 @@ from sima_attn.data.loader import (
     training_batches,
 )
 from sima_attn.data.sources import check_same_classes
+from sima_attn.models.building import build_model
 from sima_attn.report.progress import RunProgress
-from sima_attn.train import recipes
-from sima_attn.train.engine import Finished, Task
+from sima_attn.train.engine import RunSummary, Task
 from sima_attn.train.recipes import Recipe
 from sima_attn.train.start import train_task
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
-
-
-def build_model(settings: recipes.Model, num_classes: int) -> nn.Module:
-    """The model of a recipe for that many classes, its attention put in and its stochastic depth set."""
-    model = create_model(settings, num_classes)
-    if settings.attention is not None and not _is_ours(settings):
-        convert(model, settings.attention)
-    if settings.drop_path and settings.constant_drop_path:
-        _set_drop_path(model, settings.drop_path)
-    return model
-
-
-def create_model(settings: recipes.Model, num_classes: int) -> nn.Module:
-    """The model as timm creates it: models of other families with their own attention."""
-    if settings.num_classes not in (None, num_classes):
-        raise ValueError(
-            f"the data have {num_classes} classes, model.num_classes is {settings.num_classes}; "
-            "leave it at none to take the data's"
-        )
-    if not timm.is_model(settings.name):
-        near = difflib.get_close_matches(settings.name, timm.list_models(), n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else "timm.list_models() has them all"
-        raise ValueError(f"unknown model {settings.name!r}; {hint}")
-    kwargs: dict[str, Any] = {**settings.kwargs, "num_classes": num_classes}
-    if settings.drop_path:
-        kwargs["drop_path_rate"] = settings.drop_path
-    if settings.attention is not None and _is_ours(settings):
-        kwargs["attention"] = settings.attention
-    try:
-        return timm.create_model(settings.name, **kwargs)
-    except TypeError as error:
-        raise ValueError(f"{settings.name} cannot be built with {kwargs}: {error}") from error
-
-
-def _is_ours(settings: recipes.Model) -> bool:
-    return settings.name.startswith("sima_")
 
 
 @torch.no_grad()
@@ -90,16 +50,6 @@ def output_at(model: nn.Module, size: int, hint: str) -> Tensor:
         raise ValueError(f"{type(model).__name__} cannot take images of {size} px: {error}; {hint}") from error
     model.train(training)
     return output
-
-
-def _set_drop_path(model: nn.Module, rate: float) -> None:
-    """One rate in every block; timm lets it grow with depth, the authors do not. Class attention has none."""
-    for name, block in model.named_modules():
-        if "cls_attn" in name:
-            continue
-        for child in ("drop_path", "drop_path1", "drop_path2", "drop_path3"):
-            if isinstance(getattr(block, child, None), DropPath | nn.Identity):
-                setattr(block, child, DropPath(rate))
 
 
 class Classification(Task):
@@ -242,9 +192,8 @@ def _mixup(recipe: Recipe, num_classes: int, piece: int) -> Mixup | None:
 
 def train_classifier(
     recipe: Recipe, out: Path | str, *, resume: bool = False, device: str = "auto", quiet: bool = False
-) -> Finished:
-    """Train by a recipe into a folder, or go on with the run in it; the metrics of the last evaluation come back."""
-    recipes.check(recipe)
+) -> RunSummary:
+    """Train by a recipe into a folder, or resume the run in it."""
     return train_task(
         recipe,
         out,

@@ -1,7 +1,7 @@
-"""The only training loop. A Task says what is trained and on what; the loop does the rest.
+"""The training loop that all kinds of training share; a Task defines the model, the batches and the loss.
 
-All randomness of a step comes from seeds that are functions of (seed, step, process). A checkpoint is therefore
-weights, optimiser and the number of steps, and a run that goes on from it is bitwise the run never stopped.
+The random numbers of a step depend only on (seed, step, process). A checkpoint therefore needs no random state, and a
+resumed run is bitwise equal to one that was never interrupted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -23,6 +22,7 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
 from sima_attn._devices import resolve_device
+from sima_attn._settings import from_dict
 from sima_attn.data.loader import seed_everything
 from sima_attn.models.compiled import compile_blocks
 from sima_attn.report.progress import RunProgress
@@ -30,24 +30,24 @@ from sima_attn.train.checkpoint import load_newest, save_checkpoint
 from sima_attn.train.logs import CsvLog, TensorBoard
 from sima_attn.train.recipes import Optim, Run, Schedule, StepSchedule
 from sima_attn.train.recorded import RecordedPass
-from sima_attn.train.run import RunFolder
+from sima_attn.train.run import RunFolder, refuse_changes
 from sima_attn.train.stopping import RunInterrupted, StopSignals
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
 MIXED: dict[str, Any] = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
-_STEP_STREAM = 1  # keeps the seeds of steps apart from those of samples, which start with the bare seed
+_STEP_STREAM = 1  # separates the seeds of steps from those of samples
 
 
 class Task(ABC):
-    """What a run trains. Classification is one; self-distillation and detection are others.
+    """Model, data and loss of a run: classification, DINO or detection.
 
     Attributes:
-        model: The module whose parameters are trained; the loop wraps it and hands the wrapped one to `loss`.
-        steps_per_epoch: Optimiser steps in an epoch.
-        recordable: Its loss may be recorded once and replayed (run.cuda_graph): all that differs from step to step is
-            in the prepared batch, a sequence of tensors of fixed shapes, or in tensors that `before_step` fills.
+        model: The module to train. The loop wraps it and passes the wrapped module to `loss`.
+        steps_per_epoch: Optimiser steps per epoch.
+        recordable: Whether the loss supports CUDA graphs (run.cuda_graph): everything that changes between steps is in
+            the prepared batch, a sequence of tensors of fixed shapes, or in tensors that `before_step` fills.
     """
 
     model: nn.Module
@@ -56,39 +56,39 @@ class Task(ABC):
 
     @abstractmethod
     def batches(self, start: int, stop: int) -> Iterator[Any]:
-        """Batches of this process, on its device, for the steps from start to stop: `accumulate` for each step.
+        """Batches of this process, on its device, for the steps from start to stop: `accumulate` batches per step.
 
-        It must depend on nothing but its arguments and the recipe: a run that goes on calls it with its own start.
+        They must depend only on the arguments and the recipe: a resumed run calls this with its own start.
         """
 
     def prepare(self, batch: Any) -> Any:
-        """A batch as `loss` takes it, augmented: what is drawn or chosen in Python at every step."""
+        """Augment a batch for `loss`: everything that draws random numbers or branches in Python at each step."""
         return batch
 
     @abstractmethod
     def loss(self, model: Callable[..., Any], batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of a prepared batch and further numbers to log, always the same names."""
+        """The loss of a prepared batch, and further numbers to log under fixed names."""
 
     @abstractmethod
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Metrics of the model, already over all processes."""
+        """Metrics of the model, reduced over all processes."""
 
     def parameter_groups(self, weight_decay: float) -> Any:
-        """Groups for the optimiser: no decay of biases, norms and what the model names."""
-        named: Any = getattr(self.model, "no_weight_decay", tuple)
-        return param_groups_weight_decay(self.model, weight_decay, no_weight_decay_list=named())
+        """Parameter groups of the optimiser: no decay for biases, norms and the model's `no_weight_decay` list."""
+        excluded: Any = getattr(self.model, "no_weight_decay", tuple)
+        return param_groups_weight_decay(self.model, weight_decay, no_weight_decay_list=excluded())
 
     def before_step(self, step: int, groups: list[dict[str, Any]]) -> None:  # noqa: B027
-        """Called with the optimiser's groups, their learning rates set, e.g. to schedule the weight decay."""
+        """Called with the parameter groups after the learning rates are set, e.g. to schedule the weight decay."""
 
     def after_backward(self, step: int) -> None:  # noqa: B027
-        """Called with the gradients of a step complete and unscaled, e.g. to leave some of them out."""
+        """Called when the gradients of a step are complete and unscaled, e.g. to drop some of them."""
 
     def after_step(self, step: int) -> None:  # noqa: B027
-        """Called after each optimiser step with the number of steps made, e.g. to move a teacher."""
+        """Called after each optimiser step with the number of completed steps, e.g. to update a teacher."""
 
     def state(self) -> dict[str, nn.Module]:
-        """Further modules to keep in checkpoints, by name: a teacher, a centre."""
+        """Further modules to save in checkpoints, by name: a teacher, a centre."""
         return {}
 
 
@@ -100,8 +100,8 @@ class NonFiniteError(ValueError):
         self.step = step
 
 
-class Finished(NamedTuple):
-    """What a run comes to: the metrics of its last evaluation, its average weights if it kept any, its steps."""
+class RunSummary(NamedTuple):
+    """Metrics of the last evaluation, the averaged model (with run.ema), all steps, and the seconds of this process."""
 
     metrics: dict[str, float]
     ema: nn.Module | None
@@ -109,18 +109,9 @@ class Finished(NamedTuple):
     seconds: float
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The parts of a recipe that the loop reads."""
-
-    optim: Optim
-    schedule: Schedule | StepSchedule
-    run: Run
-
-
 def start_fabric(device: str, precision: str) -> Fabric:
-    """Fabric on "auto", "cpu" or "cuda"; under torchrun, one process of all that torchrun started."""
-    # Imported here, so that evaluation and prediction run without lightning.
+    """Launch Fabric on "auto", "cpu" or "cuda"; under torchrun, as one of its processes."""
+    # Imported here so that evaluation and prediction work without lightning.
     from lightning.fabric import Fabric
     from lightning.fabric.plugins.precision import Precision
 
@@ -130,7 +121,7 @@ def start_fabric(device: str, precision: str) -> Fabric:
     if precision == "fp16" and device == "cpu":
         raise ValueError("fp16 training needs a GPU; use --precision bf16 or fp32 on the CPU")
     if device == "cuda" and precision in MIXED:
-        torch.set_float32_matmul_precision("high")  # what autocast leaves in float32 needs no more than that
+        torch.set_float32_matmul_precision("high")  # TF32 is enough for what autocast keeps in float32
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     world = int(os.environ.get("WORLD_SIZE", "1"))
     fabric = Fabric(
@@ -146,34 +137,39 @@ def start_fabric(device: str, precision: str) -> Fabric:
 
 def fit(
     task: Task,
-    settings: Settings,
+    recipe: Any,
     folder: RunFolder,
     fabric: Fabric,
     progress: RunProgress,
     *,
     resume: bool,
-    about: Mapping[str, Any] | None = None,
-    on_ready: Callable[[], None] = lambda: None,
-) -> Finished:
+    about: dict[str, Any],
+    on_ready: Callable[[], None],
+) -> RunSummary:
     """Train to the end, or until a signal stops the run.
 
     Args:
+        recipe: A frozen dataclass with the groups `optim`, `schedule` and `run`.
         resume: Start from the newest checkpoint in the folder, if there is one.
-        about: Plain values kept in every checkpoint, such as the recipe and the class names.
-        on_ready: Called when all is built and the checkpoint, if there is one, is loaded, before a file is written.
+        about: Plain values saved in every checkpoint: the recipe, the class names, the number of images.
+        on_ready: Called before the first file is written, when everything is built and the checkpoint is loaded.
     """
-    return _Loop(task, settings, folder, fabric, progress, dict(about or {})).run_to_the_end(resume, on_ready)
+    return _Loop(task, recipe, folder, fabric, progress, about).train(resume, on_ready)
 
 
 class StepRates:
-    """Learning rates that fall in steps; the same calls as timm's schedulers."""
+    """Learning rates of a `StepSchedule`, with the interface of timm's schedulers.
+
+    timm's MultiStepLRScheduler is not used: it applies a milestone one step early, ignores milestones within the
+    warm-up, and its warm-up differs from this one in the last bit of the learning rate.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, schedule: StepSchedule, steps_per_epoch: int) -> None:
         self.optimizer, self.rates = optimizer, [group["lr"] for group in optimizer.param_groups]
         self.schedule, self.steps_per_epoch = schedule, steps_per_epoch
 
     def step_update(self, step: int) -> None:
-        """Set the learning rates of a step."""
+        """Set the learning rates for a step, counted from 0."""
         factor = self.schedule.factor(step, self.steps_per_epoch)
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * factor
@@ -182,7 +178,7 @@ class StepRates:
 def learning_rates(
     optimizer: torch.optim.Optimizer, schedule: Schedule | StepSchedule, lr: float, steps_per_epoch: int
 ) -> Any:
-    """What sets the learning rates of each step, by `step_update(step)`."""
+    """The scheduler: `step_update(step)` sets the learning rates for a step, counted from 0."""
     if isinstance(schedule, StepSchedule):
         return StepRates(optimizer, schedule, steps_per_epoch)
     scheduler, _ = create_scheduler_v2(
@@ -200,10 +196,10 @@ def learning_rates(
 
 
 class Average(ModelEmaV3):
-    """timm's moving average of a model's weights, of the plain module: the wrapped one shares its parameters.
+    """timm's moving average of the weights, of the unwrapped model, which shares its parameters with the wrapped one.
 
-    timm walks through all modules at every step, for which the device would wait. Here the pairs are found once;
-    they are views of the weights and stay so.
+    timm builds two state dicts at every step while the device waits. Here the pairs of tensors are collected once; they
+    share memory with the weights.
     """
 
     def __init__(self, model: nn.Module, decay: float, *, warmup: bool) -> None:
@@ -214,7 +210,7 @@ class Average(ModelEmaV3):
 
     @torch.no_grad()
     def follow(self, step: int) -> None:
-        """Move towards the weights after so many steps."""
+        """Update the average after `step` optimiser steps."""
         averages, weights = zip(*self.moved, strict=True)
         torch._foreach_lerp_(averages, weights, weight=1 - self.get_decay(step if self.use_warmup else None))
         for average, weight in self.copied:  # counters
@@ -225,21 +221,26 @@ class _Loop:
     def __init__(
         self,
         task: Task,
-        settings: Settings,
+        recipe: Any,
         folder: RunFolder,
         fabric: Fabric,
         progress: RunProgress,
         about: dict[str, Any],
     ) -> None:
         self.task, self.folder, self.fabric, self.progress, self.about = task, folder, fabric, progress, about
-        self.optim, self.schedule, self.run = settings.optim, settings.schedule, settings.run
+        self.recipe = recipe
+        self.optim: Optim = recipe.optim
+        self.schedule: Schedule | StepSchedule = recipe.schedule
+        self.run: Run = recipe.run
         self.total = self.schedule.all_epochs * task.steps_per_epoch
         if self.run.grad_checkpointing:
             if not hasattr(task.model, "set_grad_checkpointing"):
-                raise ValueError(f"{type(task.model).__name__} has no gradient checkpointing; set it to false")
+                raise ValueError(
+                    f"{type(task.model).__name__} does not support run.grad_checkpointing; set it to false"
+                )
             task.model.set_grad_checkpointing(True)  # type: ignore[operator]
         if fabric.world_size > 1 and fabric.device.type == "cuda":
-            task.model = nn.SyncBatchNorm.convert_sync_batchnorm(task.model)  # as the authors have it
+            task.model = nn.SyncBatchNorm.convert_sync_batchnorm(task.model)  # as in the authors' code
         lr = self.optim.lr_at(self.run.batch)
         optimizer = create_optimizer_v2(
             task.parameter_groups(self.optim.weight_decay),
@@ -248,7 +249,7 @@ class _Loop:
             weight_decay=self.optim.weight_decay,
             betas=self.optim.betas,
             eps=self.optim.eps,
-            **_one_kernel(self.optim.name, self.run.precision, fabric.device),
+            **_fused_option(self.optim.name, self.run.precision, fabric.device),
         )
         self.scheduler = learning_rates(optimizer, self.schedule, lr, task.steps_per_epoch)
         task.model.to(fabric.device)
@@ -261,7 +262,7 @@ class _Loop:
         if self.run.cuda_graph:
             self.make_pass = RecordedPass(self.plain_pass, task.model.parameters())
         self.signals = StopSignals(progress.show_stopping)
-        self.stop_agreed = False  # by all processes, in the last step
+        self.stop_agreed = False  # whether any process had received a signal in the last step
         self.step = 0
         self.sums: dict[str, float] = {}
         self.metrics: dict[str, float] = {}
@@ -280,13 +281,16 @@ class _Loop:
         }
 
     def load(self, state: dict[str, Any]) -> None:
+        about = state["about"]
+        saved = from_dict(type(self.recipe), about["recipe"] if "recipe" in about else about["detector"])
+        refuse_changes(f"the checkpoint in {self.folder.checkpoints}", saved, self.recipe)
         for name in ("classes", "category_ids", "images"):
-            if name in state["about"] and state["about"][name] != self.about[name]:
-                before, now = state["about"][name], self.about[name]
-                told = f"{len(before)} to {len(now)}" if isinstance(before, list) else f"{before} to {now}"
+            if name in about and about[name] != self.about[name]:
+                before, now = about[name], self.about[name]
+                change = f"{len(before)} to {len(now)}" if isinstance(before, list) else f"{before} to {now}"
                 raise ValueError(
-                    f"the data are not those of the run in {self.folder.path}: their {name} have changed ({told}); say "
-                    "with --data where its own are, or start a new run with another --out"
+                    f"the data are not those of the run in {self.folder.path}: their {name} have changed ({change}); "
+                    "give the data of the run with --data, or start a new run with another --out"
                 )
         self.step = state["step"]
         self.task.model.load_state_dict(state["model"])
@@ -304,15 +308,15 @@ class _Loop:
             save_checkpoint(self.folder.checkpoints, self.step, self.state())
         self.saved_at = time.monotonic()
 
-    def run_to_the_end(self, resume: bool, on_ready: Callable[[], None]) -> Finished:
+    def train(self, resume: bool, on_ready: Callable[[], None]) -> RunSummary:
         state = load_newest(self.folder.checkpoints, self.progress.say) if resume else None
         if state is not None:
             self.load(state)
-            self.progress.say(f"going on at step {self.step} of {self.total}")
+            self.progress.say(f"resuming at step {self.step} of {self.total}")
         self.fabric.barrier()
         on_ready()
         if state is None:
-            self.save()  # so that there is a checkpoint from before whatever goes wrong
+            self.save()  # a run that fails in its first steps has a checkpoint, too
         first = self.fabric.is_global_zero
         self.logs = {name: CsvLog(self.folder.path / f"{name}.csv", self.step) for name in ("train", "eval") if first}
         board = TensorBoard(self.folder.path / "tensorboard", self.step) if first else None
@@ -325,14 +329,15 @@ class _Loop:
             with self.signals:
                 self.make_steps()
         finally:
+            del self.model  # DDP's wrapper holds the process group, which must be destroyed before the process exits
             if board is not None:
                 board.close()
-        return Finished(
+        return RunSummary(
             self.metrics, self.ema.module if self.ema else None, self.total, time.monotonic() - self.started
         )
 
     def make_steps(self) -> None:
-        """All steps that are left, with evaluations and checkpoints; a signal ends them between two steps."""
+        """Make the remaining steps, with evaluations and checkpoints; a signal stops the run after the current step."""
         batches = iter(self.task.batches(self.step, self.total))
         while self.step < self.total:
             self.one_step(batches)
@@ -342,11 +347,11 @@ class _Loop:
             stop = self.stop_signal()
             self.save_if_due(stop is not None)
             if stop is not None:
-                self.progress.say(f"stopped by {stop.name} after step {self.step} of {self.total}, which is saved")
+                self.progress.say(f"stopped by {stop.name} after step {self.step} of {self.total}; the step is saved")
                 raise RunInterrupted(128 + stop)
 
     def stop_signal(self) -> signal.Signals | None:
-        """The signal that stops the run now, in all processes or in none."""
+        """The signal that stops the run after this step, in all processes or in none."""
         if self.fabric.world_size == 1:
             return self.signals.received
         return (self.signals.received or signal.SIGTERM) if self.stop_agreed else None
@@ -368,11 +373,11 @@ class _Loop:
         )
         sums["grad_norm"] = norm.detach().float()  # type: ignore[union-attr]
         means = self.mean_over_processes(sums)
-        # Looked at before the weights change, so that the step can be made again to see where it went wrong.
+        # Checked before the weights change, so that the forward pass can be repeated to find the module.
         if not math.isfinite(means["loss"]):
             self.stop_at_non_finite_loss(mine)
         if self.run.precision != "fp16" and not math.isfinite(means["grad_norm"]):
-            self.stop_at_non_finite_gradient()  # fp16's scaler leaves out such steps, which it causes by design
+            self.stop_at_non_finite_gradient()  # fp16's loss scaler skips such steps, which it causes by design
         self.task.after_backward(self.step)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -383,21 +388,21 @@ class _Loop:
         self.log(means)
 
     def plain_pass(self, batch: Any) -> dict[str, Tensor]:
-        """Forward and backward of a prepared batch: adds to the gradients; its numbers come back, the loss first."""
+        """Forward and backward pass of a prepared batch: accumulate gradients, return the loss and numbers to log."""
         loss, numbers = self.task.loss(self.model, batch)
         self.fabric.backward(loss / self.run.accumulate)
         return {"loss": loss, **numbers}
 
     def seed(self, part: int) -> None:
-        """What a forward pass draws is a function of the step, the part and the process."""
+        """Seed the random numbers of a pass by the step, the accumulation part and the process."""
         seed_everything(self.run.seed, _STEP_STREAM, self.step, part, self.fabric.global_rank)
 
     def mean_over_processes(self, numbers: dict[str, Tensor]) -> dict[str, float]:
-        """Plain numbers; the one time a step waits for the device."""
+        """Means as Python numbers; the only synchronisation with the device per step."""
         values = torch.stack([value.reshape(()) for value in numbers.values()])
         if self.fabric.world_size == 1:
             return dict(zip(numbers, values.tolist(), strict=True))
-        # Whether a signal has come is reduced along with the numbers, so that all stop after the same step.
+        # Received signals are reduced along with the numbers, so that all processes stop after the same step.
         received = values.new_full((1,), float(self.signals.received is not None))
         reduced: Any = self.fabric.all_reduce(torch.cat([values, received]), reduce_op="mean")
         *means, stop = reduced.tolist()
@@ -411,7 +416,7 @@ class _Loop:
             return
         steps = (self.step - 1) % self.run.log_steps + 1
         now = time.monotonic()
-        # After a crash the sums are of all steps of the row, the time of those made since.
+        # In a resumed run the sums cover all steps of the row, the time only those since it was resumed.
         rate = (self.step - self.timed_from) * self.run.batch / max(now - self.logged_at, 1e-9)
         epoch = self.step / self.task.steps_per_epoch
         row = {
@@ -428,7 +433,7 @@ class _Loop:
         self.sums, self.logged_at, self.timed_from = {}, now, self.step
 
     def share_statistics(self) -> None:
-        """Give every process the running statistics of the first: they are the ones that are saved."""
+        """Copy the running statistics of the first process, which are saved, to the others."""
         if self.fabric.world_size == 1:
             return
         average = [self.ema.module] if self.ema else []
@@ -440,7 +445,7 @@ class _Loop:
     def evaluate(self) -> None:
         before = time.monotonic()
         self.share_statistics()
-        with torch.compiler.set_stance("force_eager"):  # a few batches, the last a smaller one, do not pay for it
+        with torch.compiler.set_stance("force_eager"):  # compiling does not pay for a few batches
             metrics = self.task.evaluate(self.task.model)
             if self.ema:
                 metrics |= {f"ema_{name}": value for name, value in self.task.evaluate(self.ema.module).items()}
@@ -452,7 +457,7 @@ class _Loop:
             self.logs["eval"].add(row)
             self.board.add(row, "eval")  # type: ignore[union-attr]
         self.progress.evaluated(epoch, metrics)
-        self.logged_at += time.monotonic() - before  # the throughput is that of training
+        self.logged_at += time.monotonic() - before  # throughput is measured without evaluation
 
     def save_if_due(self, stopping: bool) -> None:
         by_steps = self.run.checkpoint_steps and self.step % self.run.checkpoint_steps == 0
@@ -461,8 +466,8 @@ class _Loop:
             self.save()
 
     def stop_at_non_finite_loss(self, batches: list[Any]) -> None:
-        """Say where it began: the same forward passes once more, the plain model, looking at every output."""
-        culprit = "it was finite in this process, so it began in another one"
+        """Repeat the forward passes without compilation to name the first module with a non-finite output."""
+        culprit = "it is finite in this process, so it comes from another one"
         model = self.task.model
         for part, batch in enumerate(batches):
             self.seed(part)
@@ -472,7 +477,7 @@ class _Loop:
             if not _finite(loss):
                 culprit = where
                 break
-        message = f"the loss of step {self.step + 1} is not finite: {culprit}. {self.what_is_left()}"
+        message = f"the loss of step {self.step + 1} is not finite: {culprit}. {self.advice()}"
         raise NonFiniteError(message, self.step + 1)
 
     def stop_at_non_finite_gradient(self) -> None:
@@ -482,31 +487,31 @@ class _Loop:
             if p.grad is not None and not torch.isfinite(p.grad).all()
         ]
         raise NonFiniteError(
-            f"the gradient of step {self.step + 1} is not finite, its loss is: {names[0] if names else 'its norm'} "
-            f"and {max(0, len(names) - 1)} other parameters. {self.what_is_left()}",
+            f"the gradient of step {self.step + 1} is not finite, but its loss is: {names[0] if names else 'its norm'} "
+            f"and {max(0, len(names) - 1)} other parameters. {self.advice()}",
             self.step + 1,
         )
 
-    def what_is_left(self) -> str:
+    def advice(self) -> str:
         return (
-            f"The checkpoints from before are in {self.folder.checkpoints}; a lower optim.lr, optim.clip or "
-            "run.precision=fp32 may help"
+            f"Earlier checkpoints are in {self.folder.checkpoints}; try a lower optim.lr, optim.clip or "
+            "run.precision=fp32"
         )
 
 
-def _one_kernel(name: str, precision: str, device: torch.device) -> dict[str, Any]:
-    """AdamW on a GPU as one kernel. Not with fp16, whose gradients must be unscaled before they are clipped."""
+def _fused_option(name: str, precision: str, device: torch.device) -> dict[str, Any]:
+    """Use the fused AdamW kernel on a GPU, except with fp16, where gradients must be unscaled before clipping."""
     return {"fused": True} if name == "adamw" and device.type == "cuda" and precision != "fp16" else {}
 
 
 def first_non_finite(model: nn.Module, forward: Callable[[], Any]) -> tuple[Any, str]:
-    """What `forward` returns, and in words the module whose output was the first that is not finite."""
+    """The result of `forward`, and a description of the first module whose output is not finite."""
     names = {module: name for name, module in model.named_modules()}
     found: list[str] = []
 
     def look(module: nn.Module, inputs: Any, output: Any) -> None:
         if not found and not _finite(output):
-            given = "" if _finite(inputs) else ", whose input was not finite already"
+            given = "" if _finite(inputs) else ", whose input was already not finite"
             found.append(f"first in the output of {names[module] or 'the model'} ({type(module).__name__}){given}")
 
     hooks = [module.register_forward_hook(look) for module in names]
@@ -515,7 +520,7 @@ def first_non_finite(model: nn.Module, forward: Callable[[], Any]) -> tuple[Any,
     finally:
         for hook in hooks:
             hook.remove()
-    return out, found[0] if found else "every module's output is finite, so it is the loss function or its targets"
+    return out, found[0] if found else "all modules have finite outputs; the cause is the loss function or its targets"
 
 
 def _finite(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Metrics of a run: CSV files, which go on where a checkpoint left them, and TensorBoard where it is installed."""
+"""Logs of a run: CSV files, and TensorBoard if it is installed. A resumed run continues both."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from sima_attn._files import atomic_write
 
 
 class CsvLog:
-    """Rows of one CSV file; the first column is `step`, the columns are those of the first row.
+    """A CSV file of rows with the columns of the first row; the first column is `step`.
 
-    Going on from a checkpoint at step s drops the rows after s: those steps are made, and logged, again.
+    A run resumed at step `start` repeats the steps after it, so their rows are removed first.
     """
 
     def __init__(self, path: Path, start: int) -> None:
@@ -30,7 +30,7 @@ class CsvLog:
             path.unlink(missing_ok=True)
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Append a row, on the disk when this returns."""
+        """Append a row and flush it."""
         if self.columns is None:
             self.columns = list(row)
             with open(self.path, "w", newline="") as file:
@@ -40,14 +40,14 @@ class CsvLog:
 
 
 def read_log(path: Path) -> list[dict[str, str]]:
-    """The rows of a log; a last line that was cut off is left out."""
+    """Rows of a log; an incomplete last line is omitted."""
     text = path.read_text()
     whole = text[: text.rfind("\n") + 1]
     return list(csv.DictReader(whole.splitlines()))
 
 
 class TensorBoard:
-    """Scalars for TensorBoard; nothing where it is not installed."""
+    """Scalars for TensorBoard; a no-op if it is not installed."""
 
     def __init__(self, folder: Path, start: int) -> None:
         try:
@@ -58,13 +58,13 @@ class TensorBoard:
             self.writer = SummaryWriter(str(folder), purge_step=start + 1 if start else None)
 
     def add(self, row: Mapping[str, Any], group: str) -> None:
-        """The numbers of a row, under `group/`."""
+        """Log the values of a row as `group/name`."""
         if self.writer is not None:
             for name, value in row.items():
                 if name not in ("step", "epoch"):
                     self.writer.add_scalar(f"{group}/{name}", value, row["step"])
 
     def close(self) -> None:
-        """Write what is waiting."""
+        """Flush and close."""
         if self.writer is not None:
             self.writer.close()

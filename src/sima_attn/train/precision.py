@@ -1,4 +1,4 @@
-"""How lightning.fabric computes in mixed precision here. The only module that needs lightning to be imported."""
+"""Mixed precision for lightning.fabric. The only module that imports lightning at the top level."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ from lightning.fabric.plugins.precision import MixedPrecision
 
 
 class Autocast(MixedPrecision):
-    """Mixed precision by autocast alone: the inputs stay as they are.
+    """Mixed precision by autocast alone: inputs keep their precision.
 
-    Fabric would round every number of a batch, the corners of boxes among them.
+    Fabric would also round every floating-point tensor of a batch, including the coordinates of boxes.
     """
 
     def convert_input(self, data: Any) -> Any:
-        """The data themselves."""
+        """Return the data unchanged."""
         return data

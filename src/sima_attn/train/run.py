@@ -1,8 +1,9 @@
-"""The folder of a run: its recipe, checkpoints, logs and curve, and the rules for starting and going on.
+"""The folder of a run, and when a run may be started or resumed in it.
 
-recipe.yaml    the resolved recipe, versions and commit        checkpoints/  step-*.pt
-train.csv, eval.csv   a row every few steps, a row an evaluation      tensorboard/
-learning_curve.png    at the end                                weights.safetensors  the trained model, at the end
+recipe.yaml          the recipe with all overrides, versions and commit
+checkpoints/         step-*.pt, the last two
+train.csv, eval.csv  one row per run.log_steps steps, one row per evaluation; tensorboard/ the same
+learning_curve.png, weights.safetensors    written at the end
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from typing import Any
 from sima_attn._files import atomic_write
 from sima_attn._settings import differences, to_dict
 from sima_attn._version import __version__
-from sima_attn.train.checkpoint import checkpoints
+from sima_attn.models.weight_files import CHECKPOINTS, RECIPE, WEIGHTS, checkpoints
 from sima_attn.train.recipe_files import recipe_from_file
 from sima_attn.train.recipes import Recipe
+
+MAX_RECIPE_BYTES = 2**16  # of recipe.yaml; the recipes here have about 2**11
 
 
 @dataclass(frozen=True)
@@ -33,18 +36,18 @@ class RunFolder:
 
     @property
     def recipe_file(self) -> Path:
-        """The resolved recipe."""
-        return self.path / "recipe.yaml"
+        """The recipe with all overrides."""
+        return self.path / RECIPE
 
     @property
     def checkpoints(self) -> Path:
         """Folder of the checkpoints."""
-        return self.path / "checkpoints"
+        return self.path / CHECKPOINTS
 
     @property
     def weights(self) -> Path:
         """The trained model, without the optimiser."""
-        return self.path / "weights.safetensors"
+        return self.path / WEIGHTS
 
     @property
     def curve(self) -> Path:
@@ -53,23 +56,23 @@ class RunFolder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Within it no other process can train here; the system takes the lock back when this one ends, however."""
+        """Keep other processes from training here; the system releases the lock when this process ends."""
         try:
             import fcntl
-        except ImportError:  # Windows has other locks
+        except ImportError:  # Windows
             yield
             return
         self.path.mkdir(parents=True, exist_ok=True)
         path = self.path / ".lock"
         with open(path, "w") as file:
             try:
-                # Not flock: the worker processes would have that lock too, and live on for a while after a kill.
+                # Not flock: worker processes would inherit the lock, and may outlive a killed run for a while.
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError):
                 raise ValueError(
-                    f"another process is training in {self.path}; wait for it, or give another folder with --out"
+                    f"another process is training in {self.path}; wait for it, or choose another folder with --out"
                 ) from None
-            except OSError:  # a disk of another machine may have no locks
+            except OSError:  # network file systems may not support locks
                 pass
             try:
                 yield
@@ -77,47 +80,48 @@ class RunFolder:
                 path.unlink(missing_ok=True)
 
     def check(self, recipe: Any, *, resume: bool) -> None:
-        """Raise unless the folder is free for a new run, or holds the very run to go on with."""
+        """Raise unless the folder is free for a new run, or holds the run to resume."""
         for folder in (self.path, self.checkpoints):
             if os.path.lexists(folder) and not folder.is_dir():
-                raise ValueError(f"a run is a folder, and {folder} is a file or a broken link; give another --out")
+                raise ValueError(f"{folder} is not a folder but a file or a broken link; choose another --out")
         if not resume:
             self._check_unused()
             return
-        refuse_changes(self.path, self.read_recipe(type(recipe)), recipe)
+        refuse_changes(f"the run in {self.path}", self.read_recipe(type(recipe)), recipe)
         left = [file.name for file in (self.weights, self.path / "train.csv") if file.exists()]
         if left and not checkpoints(self.checkpoints):
             raise ValueError(
-                f"the run in {self.path} has {' and '.join(left)}, but no checkpoint to go on from; start a new run "
+                f"the run in {self.path} has {' and '.join(left)}, but no checkpoint to resume from; start a new run "
                 "with another --out"
             )
 
     def _check_unused(self) -> None:
-        """Raise if a run has left anything here that a new run would load or overwrite."""
+        """Raise if the folder has files that a new run would load or overwrite."""
         if os.path.lexists(self.recipe_file):
             raise ValueError(
-                f"{self.path} holds a run already: go on with it by --resume, or give another folder with --out"
+                f"{self.path} already holds a run: resume it with --resume, or choose another folder with --out"
             )
         files = (self.weights, self.path / "train.csv", self.path / "eval.csv", *checkpoints(self.checkpoints)[:1])
         left = [str(file.relative_to(self.path)) for file in files if os.path.lexists(file)]
         if left:
             raise ValueError(
-                f"{self.path} holds {' and '.join(left)} of a run whose {self.recipe_file.name} is missing; put it "
-                "back and add --resume, or give another folder with --out"
+                f"{self.path} holds {' and '.join(left)} of a run whose {self.recipe_file.name} is missing; restore it "
+                "and add --resume, or choose another folder with --out"
             )
 
     def check_finished(self, recipe: Any) -> None:
-        """Raise unless the finished run here is the one of the recipe; how it ran (`run`) may differ."""
-        made = self.read_recipe(type(recipe))
-        if Path(made.data.path).resolve() != Path(recipe.data.path).resolve():
+        """Raise unless the finished run here has this recipe; settings of `run` other than the seed may differ."""
+        saved = self.read_recipe(type(recipe))
+        if Path(saved.data.path).resolve() != Path(recipe.data.path).resolve():
             raise ValueError(
-                f"the run in {self.path} is of the images in {made.data.path}, not of those in {recipe.data.path}; "
-                "give another --out"
+                f"the run in {self.path} was trained on the images in {saved.data.path}, not on those in "
+                f"{recipe.data.path}; choose another --out"
             )
-        refuse_changes(self.path, made, replace(recipe, run=replace(made.run, seed=recipe.run.seed)))
+        asked = replace(recipe, run=replace(saved.run, seed=recipe.run.seed))
+        refuse_changes(f"the run in {self.path}", saved, asked)
 
     def write_recipe(self, recipe: Any) -> None:
-        """Keep the recipe, and what it ran on."""
+        """Write the recipe, package versions and commit."""
         import yaml
 
         with atomic_write(self.recipe_file) as temporary:
@@ -130,29 +134,34 @@ class RunFolder:
         if not self.recipe_file.is_file():
             raise FileNotFoundError(f"there is no run in {self.path}: {self.recipe_file.name} is missing")
         try:
-            values = yaml.safe_load(self.recipe_file.read_text())["recipe"]
+            if self.recipe_file.stat().st_size > MAX_RECIPE_BYTES:
+                raise ValueError(f"{self.recipe_file} is not a recipe: it has more than {MAX_RECIPE_BYTES} bytes")
+            text = self.recipe_file.read_text()
+            if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):  # they can expand to gigabytes
+                raise ValueError(f"{self.recipe_file} has YAML aliases (*name), which are not allowed; write them out")
+            values = yaml.safe_load(text)["recipe"]
             if set(values) != {setting.name for setting in fields(kind)}:
                 raise ValueError(
                     f"{self.path} holds another kind of run: its recipe has {', '.join(values)}, a {kind.__name__} has "
                     f"{', '.join(setting.name for setting in fields(kind))}"
                 )
             return recipe_from_file(kind, values, self.recipe_file)
-        except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{self.recipe_file} is damaged, no recipe can be read from it: {error}") from error
+        except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{self.recipe_file} is damaged and cannot be read: {error}") from error
 
 
-def refuse_changes(folder: Path, made: Any, asked: Any) -> None:
-    """Raise where the recipe of the run in a folder is not the one that is asked for, and say in what."""
-    changed = differences(to_dict(made), to_dict(asked))
+def refuse_changes(what: str, saved: Any, asked: Any) -> None:
+    """Raise if two recipes differ, and list the settings; `what` has the saved one."""
+    changed = differences(to_dict(saved), to_dict(asked))
     if changed:
         raise ValueError(
-            f"the run in {folder} has another recipe: {'; '.join(changed)}. Go on without these changes, or "
-            "start a new run with another --out"
+            f"{what} has a different recipe: {'; '.join(changed)}. Undo these changes, or start a new run with another "
+            "--out"
         )
 
 
 def provenance(packages: Sequence[str] = ("torch", "torchvision", "timm", "lightning", "numpy")) -> dict[str, Any]:
-    """Versions of what takes part, and the commit of the source where it is a checkout."""
+    """Versions of Python and packages, and the commit if the source is a git checkout."""
     versions = {"sima-attn": __version__, "python": platform.python_version()}
     for package in packages:
         try:
@@ -163,7 +172,7 @@ def provenance(packages: Sequence[str] = ("torch", "torchvision", "timm", "light
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that this file belongs to; one that merely contains it is another project's."""
+    """The commit of the git repository that tracks this file; a repository that merely contains it is another one."""
 
     def git(*command: str) -> str:
         run = ["git", "-C", str(Path(__file__).parent), *command]

@@ -1,8 +1,9 @@
-"""A run from its recipe to its weights: what every kind of training shares around the loop."""
+"""A run from its recipe to its weights: the steps before and after the loop that all kinds of training share."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import shlex
@@ -15,15 +16,16 @@ from safetensors.torch import save_file
 from torch import nn
 
 from sima_attn._files import DiskFullError, atomic_write, disk_full_reason, remove_leftovers
+from sima_attn._settings import check
 from sima_attn.report.figures import check_can_plot
 from sima_attn.report.progress import RunProgress
 from sima_attn.train.checkpoint import checkpoints
 from sima_attn.train.curves import plot_learning_curve
-from sima_attn.train.engine import Finished, Settings, Task, fit, start_fabric
+from sima_attn.train.engine import RunSummary, Task, fit, start_fabric
 from sima_attn.train.recipe_files import sources_in, without_sources
 from sima_attn.train.recorded import check_can_be_recorded
 from sima_attn.train.run import RunFolder
-from sima_attn.train.stopping import RunInterrupted
+from sima_attn.train.stopping import RunInterrupted, StopSignals
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -43,22 +45,26 @@ def train_task(
     resume: bool,
     device: str,
     quiet: bool,
-) -> Finished:
-    """Train by a checked recipe into a folder, or go on with the run in it; its last metrics come back.
+) -> RunSummary:
+    """Train by a recipe into a folder, or resume the run in it.
 
     Args:
         recipe: A frozen dataclass with the groups `optim`, `schedule` and `run`.
-        build: The task of a recipe, its data opened.
-        about: Plain values that checkpoints and weights carry.
-        weights: The module whose weights the run is for.
-        command: The command of `sima` that trains it, for the user who has to resume it.
+        build: Opens the data of a recipe and returns the task.
+        about: Plain values to save with checkpoints and weights: the recipe, the class names, the number of images.
+        weights: The module to save as weights.safetensors.
+        title: Title of the learning curve.
+        command: The `sima` command that resumes the run, for messages.
     """
+    check(recipe)
     folder = RunFolder(Path(out))
     fabric = start_fabric(device, recipe.run.precision)
     first = fabric.is_global_zero
     with contextlib.ExitStack() as stack:
         stack.enter_context(_cpu_threads(recipe.run.threads))
         progress = stack.enter_context(RunProgress(shown=first and not quiet))
+        resume_line = f"resume with: {resume_command(command, folder.path, device, fabric.world_size)}"
+        stack.enter_context(_tells_how_to_resume(folder, fabric, progress, resume_line))
         if first:
             folder.check(recipe, resume=resume)
             if resume:
@@ -66,53 +72,73 @@ def train_task(
             for place in (folder.path, folder.checkpoints):
                 remove_leftovers(place)
         plots = _will_plot(progress)
-        task = build(_resumed(recipe, folder) if resume else recipe, fabric, progress)
+        task = build(_without_initial_weights(recipe, folder) if resume else recipe, fabric, progress)
         if recipe.run.cuda_graph:
             check_can_be_recorded(recipe.run, fabric, recordable=task.recordable)
 
-        def begin() -> None:  # after data and settings were checked: wrong ones leave no folder behind
+        def begin() -> None:  # called after data and settings are checked, so that wrong ones leave no folder behind
             if first and not resume:
                 stack.enter_context(folder.locked())
-                folder.check(recipe, resume=False)  # another process may have been faster
+                folder.check(recipe, resume=False)  # another process may have started a run since the first check
             if first and not (resume and folder.read_recipe(type(recipe)) == recipe):
-                folder.write_recipe(recipe)  # also where its images lie now
+                folder.write_recipe(recipe)  # data.path may have changed
             fabric.barrier()
 
         facts = about(task)
-        settings = Settings(recipe.optim, recipe.schedule, recipe.run)
-        try:
-            finished = fit(task, settings, folder, fabric, progress, resume=resume, about=facts, on_ready=begin)
-            if first:
-                tensors = {name: t.detach().cpu().contiguous() for name, t in weights(task).state_dict().items()}
-                with atomic_write(folder.weights) as temporary:
-                    save_file(tensors, temporary, metadata={"about": json.dumps(facts)})
-                if plots:
-                    plot_learning_curve(folder.path, folder.curve, title)
-        except RunInterrupted:
-            progress.say(f"resume with: {resume_command(command, folder.path, device, fabric.world_size)}")
-            _end_together(fabric)
-            raise
-        except Exception as error:
-            if (reason := disk_full_reason(error)) is None:
-                raise
-            raise DiskFullError(
-                f"{folder.path} cannot be written to: {reason}. The last checkpoint is intact: free some space, then "
-                f"resume with: {resume_command(command, folder.path, device, fabric.world_size)}"
-            ) from error
+        summary = fit(task, recipe, folder, fabric, progress, resume=resume, about=facts, on_ready=begin)
+        if first:
+            tensors = {name: t.detach().cpu().contiguous() for name, t in weights(task).state_dict().items()}
+            with atomic_write(folder.weights) as temporary:
+                save_file(tensors, temporary, metadata={"about": json.dumps(facts)})
+            if plots:
+                plot_learning_curve(folder.path, folder.curve, title)
         _end_together(fabric)
-    return finished
+    return summary
+
+
+@contextlib.contextmanager
+def _tells_how_to_resume(folder: RunFolder, fabric: Fabric, progress: RunProgress, resume_line: str) -> Iterator[None]:
+    """Print how to resume a run that is stopped by a signal or a full disk.
+
+    The loop handles signals during its steps. Before and after them there is nothing to save, and a signal stops the
+    run at once.
+    """
+
+    def stop() -> None:
+        raise RunInterrupted(128 + signals.received)  # type: ignore[operator]
+
+    signals = StopSignals(stop)
+    try:
+        # A process that waits for others does not get to its handler: with several, the default action stays.
+        with signals if fabric.world_size == 1 else contextlib.nullcontext():
+            yield
+    except RunInterrupted:
+        if signals.received is not None:
+            progress.say(f"stopped by {signals.received.name}; there is nothing to save")
+        progress.say(resume_line if folder.recipe_file.exists() else "start again with the same command")
+        _end_together(fabric)
+        raise
+    except Exception as error:
+        if (reason := disk_full_reason(error)) is None:
+            raise
+        raise DiskFullError(
+            f"cannot write to {folder.path}: {reason}. The last checkpoint is intact: free some space, then "
+            f"{resume_line}"
+        ) from error
 
 
 def _end_together(fabric: Fabric) -> None:
-    """Wait until the first process has written all files: when one process has ended, torchrun ends the others."""
+    """Wait until the first process has written all files: torchrun ends the others when one process ends."""
     fabric.barrier()
     if fabric.world_size > 1:
-        # Its threads must end before the process does: one that still runs then aborts it, now and again.
+        # Threads of the process group run until nothing refers to it. One that drops a tensor while Python shuts down
+        # aborts the process, so the wrapped model, which is part of a reference cycle, has to be collected first.
+        gc.collect()
         torch.distributed.destroy_process_group()
 
 
 def resume_command(command: str, folder: Path, device: str, processes: int) -> str:
-    """The command line that resumes a run in as many processes."""
+    """The command line that resumes a run with the same number of processes."""
     options = f"{command} --out {shlex.quote(str(folder))} --resume{f' --device {device}' * (device != 'auto')}"
     if processes == 1:
         return f"sima {options}"
@@ -133,23 +159,23 @@ def _cpu_threads(count: int) -> Iterator[None]:
 
 
 def _will_plot(progress: RunProgress) -> bool:
-    """Whether there will be a learning curve; said before the run, which does not depend on it."""
+    """Whether the learning curve can be plotted; if not, say so before the run starts."""
     try:
         check_can_plot()
     except ValueError as error:
-        progress.say(f"there will be no learning curve: {error}")
+        progress.say(f"no learning curve will be plotted: {error}")
         return False
     return True
 
 
-def _resumed(recipe: Any, folder: RunFolder) -> Any:
-    """The recipe without the weights that its run started from: the checkpoints have those to resume with."""
+def _without_initial_weights(recipe: Any, folder: RunFolder) -> Any:
+    """The recipe without the sources of initial weights: a resumed run loads those of its checkpoint."""
     if checkpoints(folder.checkpoints):
         return without_sources(recipe)
     sources = sources_in(recipe)
     if sources:
         raise ValueError(
-            f"the run in {folder.path} has no checkpoint yet, and {', '.join(sources)} of a recipe in a file is not "
-            "used: nothing in a file may load other weights. Start a new run with another --out"
+            f"the run in {folder.path} has no checkpoint yet, and {', '.join(sources)} is not used from a recipe file, "
+            "which must not load other weights; start a new run with another --out"
         )
     return recipe

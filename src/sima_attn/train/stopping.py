@@ -1,4 +1,4 @@
-"""Stopping a run by SIGINT or SIGTERM: the step in progress is finished and saved first."""
+"""Stop a run on SIGINT or SIGTERM, after the step in progress is finished and saved."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from types import FrameType, TracebackType
 from typing import Any
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-SAME_SIGNAL = 1.0  # seconds; `timeout` and cluster managers signal a process and its group, one after the other
+SAME_SIGNAL = 1.0  # seconds; `timeout` and cluster managers signal a process and then its group
 
 
 class RunInterrupted(SystemExit):
-    """A signal stopped the run; its checkpoint is written. Unless caught, it exits with 128 + the signal's number."""
+    """A signal stopped the run. Unless caught, the process exits with 128 + the signal's number."""
 
 
 class StopSignals:
-    """Records the first SIGINT or SIGTERM instead of ending the process; a second one ends it at once.
+    """Context in which the first SIGINT or SIGTERM is recorded and the second one ends the process.
 
     A signal that is ignored, as in a background job of a script, stays ignored.
 
     Attributes:
+        on_first: Called by the handler of the first signal.
         received: The first signal, None before it.
     """
 
@@ -33,7 +34,7 @@ class StopSignals:
         self.previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopSignals:
-        if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers only there
             for number in STOP_SIGNALS:
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     self.previous[number] = signal.signal(number, self.record)

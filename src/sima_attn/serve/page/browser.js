@@ -103,7 +103,8 @@ function rgb(canvas) {
 function input(photo) {
   const { ort, model } = state;
   if (model.prepares_itself) return new ort.Tensor("uint8", photo.data, [photo.height, photo.width, 3]);
-  return new ort.Tensor("float32", prepared(photo, model), [1, 3, model.size, model.size]);
+  const { size } = model.preprocessing;
+  return new ort.Tensor("float32", prepared(photo, model.preprocessing), [1, 3, size, size]);
 }
 
 function softmax(logits) {
@@ -152,7 +153,7 @@ async function load() {
     Object.assign(state, { ort, model, session });
     $("model").textContent = `${model.name} runs in this browser: your photo does not leave it`;
     showFacts([
-      ["image", `${model.size} px`],
+      ["image", `${model.preprocessing.size} px`],
       ["weights", model.precision],
       ["file", `${(model.bytes / 2 ** 20).toFixed(1)} MiB`],
       ["photo prepared by", model.prepares_itself ? "the model" : "this page"],

@@ -1,16 +1,17 @@
-"""k-NN at the size of ImageNet: time and memory of the search and the vote, the bank in memory and in a file.
+"""k-NN search at the size of ImageNet: time and memory of search and vote, with the bank in a file and in memory.
 
-The features are synthetic, clusters in half precision: neither the time nor the memory depends on what they are of.
+    python benchmarks/knn_search.py --device cuda --out knn_speed.csv
+
+The features are synthetic clusters in half precision: neither time nor memory depends on their values.
 """
 
-from __future__ import annotations
-
+import argparse
 import math
 import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,17 +22,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sima_attn._devices import resolve_device
 from sima_attn.probe.knn import nearest, vote_accuracy
-from sima_attn.report.rows import processor_name, today
+from sima_attn.report.rows import provenance_columns, write_rows
 from sima_attn.report.tables import TextTable
 
-CLASSES, NOISE = 1000, 1.5  # deviation of a feature about the centre of its class, whose own is 1
+CLASSES, NOISE = 1000, 1.5  # standard deviation of a feature around its class centre; that of the centres is 1
 TEMPERATURE = 0.07
-CHECKED, LEAST_RECALL = 32, 0.99  # queries that an exact search is made for; neighbours it must have in common
+CHECKED, MIN_RECALL = 32, 0.99  # queries compared with an exact search; share of its neighbours that must be found
 
 
 class Size(NamedTuple):
-    """Images in the bank, their channels, and images to classify."""
+    """Images in the bank, channels per feature, and images to classify."""
 
     bank: int
     dim: int
@@ -43,11 +45,11 @@ SIZES = {"cuda": Size(1_281_167, 384, 50_000), "cpu": Size(20_000, 64, 1_000)}
 
 @dataclass(frozen=True)
 class KnnSpeedRow:
-    """One search with its vote. `source` is where the bank is: "memory", or "file", read from disk in blocks.
+    """One search and its vote. `source` is where the bank is: "memory", or "file", read from disk in blocks.
 
     `recall` is the share of neighbours that a search in double precision finds too. `peak_device_mib` is 0 on the
-    CPU; `peak_host_mib` is memory of the process beyond what it had before, without pages of the file, and nan where
-    the system does not tell.
+    CPU. `peak_host_mib` is memory that the search adds to the process, without pages of the file; nan where the system
+    does not report it.
     """
 
     source: str
@@ -69,62 +71,39 @@ class KnnSpeedRow:
 
 
 def bench_knn(
-    size: Size,
-    *,
-    device: str,
-    k: int = 20,
-    bank_block: int = 65536,
-    query_block: int = 4096,
-    folder: Path | None = None,
-    on_step: Callable[[str, int, int], None] = lambda what, done, total: None,
+    size: Size, *, device: str, k: int = 20, bank_block: int = 65536, query_block: int = 4096
 ) -> list[KnnSpeedRow]:
-    """A row with the bank in memory and one with it in a file; an error where the search misses neighbours.
-
-    Args:
-        folder: Where the bank is written for the time of the benchmark; by default where the system has such files.
-    """
-    if min(size) < 1 or not 1 <= k <= size.bank:
-        raise ValueError(f"bank, dim and queries must be at least 1 and k at most the bank, got {size} and k={k}")
+    """One row with the bank in a file and one with it in memory; an error if the search misses neighbours."""
     generator = torch.Generator(device).manual_seed(0)
     centres = torch.randn(CLASSES, size.dim, device=device, generator=generator)
-    labels, queries = draw(centres, size.queries, generator)
+    labels, queries = sample_features(centres, size.queries, generator)
     rows = []
-    with tempfile.TemporaryDirectory(dir=folder, prefix="sima-knn-") as temporary:
-        path = Path(temporary) / "bank.npy"
-        bank_labels = write_bank(path, centres, size.bank, bank_block, generator, named(on_step, "making the bank"))
+    with tempfile.TemporaryDirectory(prefix="sima-knn-") as folder:
+        path = Path(folder) / "bank.npy"
+        bank_labels = write_bank(path, centres, size.bank, bank_block, generator)
         exact = exact_neighbours(queries[:CHECKED], np.load(path, mmap_mode="r"), k, device, bank_block)
-        nearest(queries[:1], np.load(path, mmap_mode="r")[:k], k, device=device)  # loads what a first call loads
+        nearest(queries[:1], np.load(path, mmap_mode="r")[:k], k, device=device)  # warm-up
         for source in ("file", "memory"):
-            _forget(path)
-            step = named(on_step, f"bank in {'a file' if source == 'file' else 'memory'}")
+            _drop_from_page_cache(path)
             with peak_memory(device) as peak:
                 bank = np.load(path, mmap_mode="r" if source == "file" else None)
                 start = time.perf_counter()
                 cosines, indices = nearest(
-                    queries, bank, k, device=device, query_block=query_block, bank_block=bank_block, on_step=step
+                    queries, bank, k, device=device, query_block=query_block, bank_block=bank_block
                 )
-                voted = vote_accuracy(
-                    cosines,
-                    bank_labels[indices],
-                    labels,
-                    classes=CLASSES,
-                    k=[k],
-                    temperature=TEMPERATURE,
-                    bank=size.bank,
-                )[0]
+                votes = {"classes": CLASSES, "k": [k], "temperature": TEMPERATURE, "bank": size.bank}
+                voted = vote_accuracy(cosines, bank_labels[indices], labels, **votes)[0]
                 seconds = time.perf_counter() - start
             recall = common_share(indices[:CHECKED], exact)
-            if recall < LEAST_RECALL:
-                raise ValueError(
-                    f"the search found {recall:.1%} of the exact neighbours of {len(exact)} images, {LEAST_RECALL:.0%} "
-                    "are needed: it is wrong on this device, and so would be its time"
+            if recall < MIN_RECALL:
+                raise RuntimeError(
+                    f"the search found {recall:.1%} of the exact neighbours of {len(exact)} images, but at least "
+                    f"{MIN_RECALL:.0%} are required: its result on this device is wrong, so its time is not reported"
                 )
             rows.append(
                 KnnSpeedRow(
                     source=source,
-                    bank=size.bank,
-                    dim=size.dim,
-                    queries=size.queries,
+                    **size._asdict(),
                     k=k,
                     bank_block=bank_block,
                     query_block=query_block,
@@ -134,48 +113,33 @@ def bench_knn(
                     peak_host_mib=round(peak.host, 1),
                     top1=round(voted.top1, 2),
                     recall=round(recall, 4),
-                    device=processor_name(device),
-                    torch=torch.__version__,
-                    date=today(),
+                    **provenance_columns(device),
                 )
             )
     return rows
 
 
-def named(on_step: Callable[[str, int, int], None], what: str) -> Callable[[int, int], None]:
-    """`on_step` under a name."""
-    return lambda done, total: on_step(what, done, total)
-
-
-def draw(centres: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, np.ndarray]:
-    """Labels [n] and features [n, D] in half precision: the centre of the class and noise."""
+def sample_features(centres: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, np.ndarray]:
+    """Labels [n] and features [n, D] in half precision: the centre of the class plus noise."""
     labels = torch.randint(len(centres), (count,), device=centres.device, generator=generator)
     noise = torch.randn(count, centres.shape[1], device=centres.device, generator=generator)
     return labels.cpu(), (centres[labels] + NOISE * noise).half().cpu().numpy()
 
 
-def write_bank(
-    path: Path,
-    centres: Tensor,
-    count: int,
-    block: int,
-    generator: torch.Generator,
-    on_step: Callable[[int, int], None],
-) -> Tensor:
-    """Features [m, D] in a file, written block by block; their labels [m] come back."""
+def write_bank(path: Path, centres: Tensor, count: int, block: int, generator: torch.Generator) -> Tensor:
+    """Write features [m, D] to a file, block by block; returns their labels [m]."""
     values = np.lib.format.open_memmap(path, mode="w+", dtype=np.float16, shape=(count, centres.shape[1]))
     labels = []
     for start in range(0, count, block):
-        some, features = draw(centres, min(block, count - start), generator)
+        some, features = sample_features(centres, min(block, count - start), generator)
         values[start : start + len(features)] = features
         labels.append(some)
-        on_step(start + len(features), count)
     values.flush()
     return torch.cat(labels)
 
 
 def exact_neighbours(queries: np.ndarray, bank: np.ndarray, k: int, device: str, block: int) -> Tensor:
-    """Indices [n, k] of the nearest by cosines in double precision, all of them side by side."""
+    """Indices [n, k] of the nearest by cosine in double precision."""
     unit = F.normalize(torch.from_numpy(queries).to(device).double(), dim=1)
     parts = [
         unit @ F.normalize(torch.from_numpy(np.array(bank[start : start + block])).to(device).double(), dim=1).mT
@@ -189,8 +153,8 @@ def common_share(found: Tensor, exact: Tensor) -> float:
     return (found[:, :, None] == exact[:, None, :]).any(1).float().mean().item()
 
 
-def _forget(path: Path) -> None:
-    """Let the system drop the pages of a file that it keeps in memory, so that they are read from disk again."""
+def _drop_from_page_cache(path: Path) -> None:
+    """Make the next read of a file come from disk."""
     if hasattr(os, "posix_fadvise"):
         with open(path, "rb") as file:
             os.fsync(file.fileno())
@@ -199,39 +163,39 @@ def _forget(path: Path) -> None:
 
 @dataclass
 class Peak:
-    """MiB beyond what there was before."""
+    """Memory beyond what was there before, in MiB."""
 
     device: float = 0.0
     host: float = math.nan
 
 
 @contextmanager
-def peak_memory(device: str, every: float = 0.01) -> Iterator[Peak]:
-    """The most memory that the block needs, filled in when it ends; a thread looks at the host's every `every` s."""
+def peak_memory(device: str, interval: float = 0.01) -> Iterator[Peak]:
+    """Peak memory of the block, set at its end; a thread samples the host's memory every `interval` seconds."""
     peak, before, ended = Peak(), _anonymous_mib(), threading.Event()
     most = [before]
 
-    def look() -> None:
-        while not ended.wait(every):
+    def sample() -> None:
+        while not ended.wait(interval):
             most.append(max(most.pop(), _anonymous_mib()))
 
-    watcher = threading.Thread(target=look, daemon=True)
+    sampler = threading.Thread(target=sample, daemon=True)
     on_gpu = device == "cuda"
     allocated = torch.cuda.memory_allocated() if on_gpu else 0
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    watcher.start()
+    sampler.start()
     try:
         yield peak
     finally:
         ended.set()
-        watcher.join()
+        sampler.join()
         peak.host = max(most[0], _anonymous_mib()) - before
         peak.device = (torch.cuda.max_memory_allocated() - allocated) / 2**20 if on_gpu else 0.0
 
 
 def _anonymous_mib() -> float:
-    """Memory of this process that no file stands behind."""
+    """Memory of this process that is not backed by a file."""
     try:
         return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) / 1024
     except (OSError, IndexError):
@@ -256,3 +220,24 @@ def knn_speed_table(rows: list[KnnSpeedRow]) -> TextTable:
         for row in rows
     ]
     return TextTable(header, lines, bold=set())
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure, write rows, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/bench/knn_speed.csv"), help="CSV file for the rows")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--bank", type=int, help="images in the bank (default: 1281167; CPU 20000)")
+    parser.add_argument("--dim", type=int, help="channels per feature (default: 384; CPU 64)")
+    parser.add_argument("--queries", type=int, help="images to classify (default: 50000; CPU 1000)")
+    given = parser.parse_args(arguments)
+    device = resolve_device(given.device)
+    size = Size(*(getattr(given, name) or default for name, default in SIZES[device]._asdict().items()))
+    rows = bench_knn(size, device=device)
+    write_rows(given.out, rows)
+    print(f"20-NN and its vote, features in half precision, {rows[0].device}\n\n{knn_speed_table(rows).markdown()}")
+    print(f"\nRows: {given.out}")
+
+
+if __name__ == "__main__":
+    main()

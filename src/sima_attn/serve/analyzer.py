@@ -16,8 +16,8 @@ from sima_attn.audit import audit
 from sima_attn.conversion import convert
 from sima_attn.explain.effects import effect_scores
 from sima_attn.explain.maps import unit_range
+from sima_attn.explain.photo_model import PhotoModel
 from sima_attn.explain.reading import Layer, Reading, read_attention
-from sima_attn.explain.subject import Subject
 from sima_attn.nn.attention import SimAttention
 from sima_attn.nn.baselines.softmax import SoftmaxAttention
 from sima_attn.report.timing import time_interleaved
@@ -95,26 +95,28 @@ class Times:
     softmax_ms: float
 
 
-class Looker:
+class Analyzer:
     """One model behind the page. Its methods are called one at a time."""
 
-    def __init__(self, subject: Subject, limits: Limits) -> None:
-        self.subject, self.limits = subject, limits
-        fitting = [size for size in SIZES if 1 <= (size // subject.multiple) ** 2 <= limits.tokens]
-        self.sizes = sorted({*fitting, subject.size}) if subject.any_size else [subject.size]
+    def __init__(self, photo_model: PhotoModel, limits: Limits) -> None:
+        self.photo_model, self.limits = photo_model, limits
+        fitting = [size for size in SIZES if 1 <= (size // photo_model.multiple) ** 2 <= limits.tokens]
+        self.sizes = sorted({*fitting, photo_model.size}) if photo_model.any_size else [photo_model.size]
         self._facts: ModelFacts | None = None
         # Read before the server starts: a model without attention is refused here, not at every request.
-        self._layers = len(read_attention(subject.model, torch.zeros(1, 3, subject.size, subject.size)).layers)
+        self._layers = len(
+            read_attention(photo_model.model, torch.zeros(1, 3, photo_model.size, photo_model.size)).layers
+        )
         self._twins: tuple[nn.Module, nn.Module] | None = None
 
     def facts(self) -> ModelFacts:
         """Counted at the first call."""
         if self._facts is None:
-            model, size = self.subject.model, self.subject.size
+            model, size = self.photo_model.model, self.photo_model.size
             report = audit(model, size)
             self._facts = ModelFacts(
-                name=self.subject.name,
-                trained=self.subject.trained,
+                name=self.photo_model.name,
+                trained=self.photo_model.trained,
                 size=size,
                 sizes=self.sizes,
                 layers=self._layers,
@@ -133,7 +135,7 @@ class Looker:
         probabilities = reading.output[0].softmax(0)  # [K]
         best = probabilities.topk(min(5, len(probabilities)))
         guesses = [
-            Guess(self.subject.class_name(k), round(p, 5))
+            Guess(self.photo_model.class_name(k), round(p, 5))
             for p, k in zip(best.values.tolist(), best.indices.tolist(), strict=True)
         ]
         layers = [LayerMaps(one.path, _map(one, "q"), _map(one, "k")) for one in reading.layers]
@@ -154,7 +156,7 @@ class Looker:
         """Both attentions in the same model, in turns."""
         self._check_size(size)
         sima, softmax = self._both()
-        image = self.subject.prepare(photo, size).to(next(sima.parameters()))
+        image = self.photo_model.prepare(photo, size).to(next(sima.parameters()))
 
         def forward(model: nn.Module) -> None:
             with torch.inference_mode():
@@ -167,13 +169,13 @@ class Looker:
             seconds=TIMED_SECONDS,
             least_samples=3,
         )
-        tokens = image.shape[2] * image.shape[3] // self.subject.multiple**2
+        tokens = image.shape[2] * image.shape[3] // self.photo_model.multiple**2
         return Times(size, tokens, *(round(1e3 * timings[name].p50, 2) for name in ("sima", "softmax")))
 
     def _read(self, photo: Image, size: int | None) -> tuple[Reading, tuple[int, int]]:
         if size is not None:
             self._check_size(size)
-        return self.subject.read(photo, size), self.subject.input_size(*photo.size, size)
+        return self.photo_model.read(photo, size), self.photo_model.input_size(*photo.size, size)
 
     def _check_size(self, size: int) -> None:
         if size not in self.sizes:
@@ -182,7 +184,7 @@ class Looker:
     def _both(self) -> tuple[nn.Module, nn.Module]:
         """The model with SimA and with softmax; the one it is not is made from a copy, whose weights do not matter."""
         if self._twins is None:
-            model = self.subject.model
+            model = self.photo_model.model
             if any(isinstance(module, SimAttention) for module in model.modules()):
                 self._twins = model, softmax_twin(model)
             else:
@@ -190,7 +192,7 @@ class Looker:
                 try:
                     convert(other, "sima")
                 except ValueError:
-                    raise Refusal(422, f"{self.subject.name} has no SimA twin to be timed against") from None
+                    raise Refusal(422, f"{self.photo_model.name} has no SimA twin to be timed against") from None
                 self._twins = other.eval(), model
         return self._twins
 

@@ -1,4 +1,4 @@
-"""The load test: that it counts what happens, and that it would notice a server that does not hold out."""
+"""benchmarks/serve_load.py: it counts the answers, and fails for a server that fails."""
 
 from dataclasses import replace
 
@@ -7,8 +7,9 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
-from sima_attn.bench.load import Tally, bench_load, summarise
-from sima_attn.report.rows import read_rows, write_rows
+import serve_load
+from serve_load import LoadRow, Tally, bench_load, summarise
+from sima_attn.report.rows import read_rows
 
 TALLY = Tally([200] * 6 + [429] * 3 + [422, 413], [0.01 * k for k in range(1, 6)])
 FACTS = {"model": "small", "clients": 2, "seconds": 8.0, "took": 10.0}
@@ -28,31 +29,30 @@ def test_answers_are_counted_by_class():
     ("wrong", "said"),
     [
         ({"failed_5xx": 1}, "1 answers were a 5xx"),
-        ({"no_answer": 2}, "2 requests had none"),
+        ({"no_answer": 2}, "2 requests had no answer"),
         ({"ok_2xx": 0}, "no request was answered"),
-        ({"end_mib": 221.0}, "memory grew from 200 to 221 MiB"),
+        ({"end_mib": 221.0}, "memory grew from 200 MiB after a quarter of the time to 221 MiB"),
     ],
 )
 def test_what_is_wrong_is_noticed(wrong, said):
     assert said in replace(summarise(TALLY, FLAT, **FACTS), **wrong).problem()
 
 
-def test_a_short_one_against_a_real_server(tmp_path):
-    row = bench_load(model="sima_xcit_mini_p4_64_relu", clients=4, seconds=2.0)
+def test_a_short_run_against_a_real_server(tmp_path):
+    out = tmp_path / "serve.csv"
+    serve_load.main(["--model", "sima_xcit_mini_p4_64_relu", "--clients", "4", "--seconds", "2", "--out", str(out)])
+    (row,) = read_rows(out, LoadRow)
     assert row.answers > 4
     assert row.ok_2xx > 0
     assert (row.failed_5xx, row.no_answer) == (0, 0)
     assert row.p95_ms >= row.p50_ms > 0
     assert row.end_mib > 50
-    write_rows(tmp_path / "serve.csv", [row])
-    (read,) = read_rows(tmp_path / "serve.csv", type(row))
-    assert read == row
 
 
-def test_a_server_that_does_not_start_is_told(tmp_path, monkeypatch):
+def test_a_server_that_does_not_start_is_an_error(tmp_path, monkeypatch):
     fails = tmp_path / "python"
     fails.write_text("#!/bin/sh\necho loading >&2; echo 'error: no such model' >&2; exit 2\n")
     fails.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(fails))
-    with pytest.raises(ValueError, match="the server did not start: error: no such model"):
+    with pytest.raises(RuntimeError, match="the server did not start: error: no such model"):
         bench_load(clients=1, seconds=1.0)

@@ -1,7 +1,11 @@
-"""Many clients at once against `sima serve` -> one row: what they were answered, how fast, and the server's memory."""
+"""Load test of `sima serve` -> one row: status codes, latency, and the server's memory (Linux only).
 
-from __future__ import annotations
+    python benchmarks/serve_load.py --clients 8 --seconds 10 --out serve.csv
 
+Many clients send requests at once. The script fails if an answer was a 5xx, a request had no answer, or memory grew.
+"""
+
+import argparse
 import http.client
 import io
 import json
@@ -12,29 +16,29 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+from PIL import Image
 
-from sima_attn.report.rows import cpu_name, today
+from sima_attn.report.rows import provenance_columns, write_rows
 
 START_SECONDS = 120  # for the server to load its model
-GROWTH = 1.1  # of the memory after a quarter of the time: more is a leak
-PAUSE = 0.1  # seconds that a client which was turned away waits, far less than it is asked to
+MAX_GROWTH = 1.1  # memory at the end over memory after a quarter of the time; more is a leak
+PAUSE = 0.1  # seconds that a rejected client waits, far less than the server asks for
 BODY = {"Content-Type": "application/octet-stream"}
 
 
 @dataclass(frozen=True)
 class LoadRow:
-    """Answers by their status, latencies of photos that were looked at, and memory of the server in MiB.
+    """Answers by status, latencies of analysed photos, and memory of the server in MiB.
 
-    `busy_429` are turned away because the queue is full, `refused_4xx` sent what is no photo, and `no_answer` had their
-    connection broken.
+    `busy_429`: rejected because the queue is full. `refused_4xx`: the body is not a photo. `no_answer`: the connection
+    broke.
     """
 
     model: str
@@ -59,28 +63,28 @@ class LoadRow:
     date: str
 
     def problem(self) -> str | None:
-        """What is wrong, None where the server held out: no 5xx, nobody left without an answer, memory flat."""
+        """What failed, or None: there must be no 5xx, an answer to each request, and constant memory."""
         if self.failed_5xx or self.no_answer:
-            return f"{self.failed_5xx} answers were a 5xx, and {self.no_answer} requests had none"
+            return f"{self.failed_5xx} answers were a 5xx, and {self.no_answer} requests had no answer"
         if not self.ok_2xx:
             return "no request was answered with a 2xx"
-        if self.end_mib > GROWTH * self.quarter_mib:
-            return f"memory grew from {self.quarter_mib:.0f} to {self.end_mib:.0f} MiB in three quarters of the time"
+        if self.end_mib > MAX_GROWTH * self.quarter_mib:
+            return f"memory grew from {self.quarter_mib:.0f} MiB after a quarter of the time to {self.end_mib:.0f} MiB"
         return None
 
     def summary(self) -> str:
         """The row in one line."""
         return (
             f"{self.answers} answers to {self.clients} clients in {self.seconds:g} s: {self.ok_2xx} 2xx, "
-            f"{self.busy_429} busy, {self.refused_4xx} other 4xx, {self.failed_5xx} 5xx, {self.no_answer} without one; "
-            f"{self.photos_per_second:.1f} photos a second, p50 {self.p50_ms:.0f} ms, p95 {self.p95_ms:.0f} ms; "
+            f"{self.busy_429} busy, {self.refused_4xx} other 4xx, {self.failed_5xx} 5xx, {self.no_answer} unanswered; "
+            f"{self.photos_per_second:.1f} photos/s, p50 {self.p50_ms:.0f} ms, p95 {self.p95_ms:.0f} ms; "
             f"memory {self.start_mib:.0f}, {self.quarter_mib:.0f}, {self.end_mib:.0f} MiB"
         )
 
 
 @dataclass(frozen=True)
-class Ask:
-    """A request that clients make, `weight` times as often as one of weight 1."""
+class Request:
+    """A request that clients send, `weight` times as often as one of weight 1."""
 
     weight: int
     method: str
@@ -91,29 +95,21 @@ class Ask:
 
 @dataclass
 class Tally:
-    """What clients were answered; only whole operations on lists, so that threads can share it."""
+    """Answers of all clients. Threads share it: appending to a list is atomic."""
 
     statuses: list[int] = field(default_factory=list)  # 0: no answer
     photo_seconds: list[float] = field(default_factory=list)
 
 
-def bench_load(
-    *,
-    model: str | None = None,
-    clients: int = 64,
-    seconds: float = 120.0,
-    on_second: Callable[[], object] = lambda: None,
-) -> LoadRow:
-    """Start a server on a free port, let clients at it for so long, and stop it."""
-    if not Path("/proc/self/statm").is_file():
-        raise ValueError("the server's memory is read from /proc, which this system does not have: use Linux")
+def bench_load(*, model: str | None = None, clients: int = 64, seconds: float = 120.0) -> LoadRow:
+    """Start a server on a free port, send requests from `clients` threads for `seconds`, and stop it."""
     with _server(model) as (pid, port):
-        asks = visits(port)
-        name = _facts(port)["name"]
+        facts = _model_facts(port)
+        requests = create_requests(facts["size"])
         tally, start = Tally(), time.monotonic()
         threads = [
-            threading.Thread(target=_visit, args=(number, port, asks, start + seconds, tally), daemon=True)
-            for number in range(clients)
+            threading.Thread(target=_run_client, args=(seed, port, requests, start + seconds, tally), daemon=True)
+            for seed in range(clients)
         ]
         memory = [_resident_mib(pid)]
         for thread in threads:
@@ -121,16 +117,15 @@ def bench_load(
         while (left := start + seconds - time.monotonic()) > 0:
             time.sleep(min(1.0, left))
             memory.append(_resident_mib(pid))
-            on_second()
         for thread in threads:
             thread.join()
-        took = time.monotonic() - start  # with the last answers, which came in after the time was up
+        took = time.monotonic() - start  # includes the answers that arrived after `seconds`
         memory.append(_resident_mib(pid))
-    return summarise(tally, memory, model=name, clients=clients, seconds=seconds, took=took)
+    return summarise(tally, memory, model=facts["name"], clients=clients, seconds=seconds, took=took)
 
 
 def summarise(tally: Tally, memory: list[float], *, model: str, clients: int, seconds: float, took: float) -> LoadRow:
-    """The row of what was counted; memory in equal steps of time."""
+    """The row of a tally and of memory sampled at equal intervals."""
     statuses = tally.statuses
     classes = [status // 100 for status in statuses]
     p50, p95 = np.percentile(tally.photo_seconds or [float("nan")], [50, 95])
@@ -152,44 +147,39 @@ def summarise(tally: Tally, memory: list[float], *, model: str, clients: int, se
         peak_mib=round(max(memory), 1),
         end_mib=round(memory[-1], 1),
         cores=os.cpu_count() or 1,
-        device=cpu_name(),
-        torch=str(torch.__version__),
-        date=today(),
+        **provenance_columns("cpu"),
     )
 
 
-def visits(port: int) -> list[Ask]:
-    """What clients ask for: photos of two kinds most of all, the page, and now and then a broken file."""
-    from PIL import Image
-
+def create_requests(size: int) -> list[Request]:
+    """Mostly photos in two formats; also the page, the model's facts, and some truncated files."""
     noise = np.random.default_rng(0).integers(0, 256, (480, 640, 3), dtype=np.uint8)
     encoded = {}
     for kind in ("JPEG", "PNG"):
         buffer = io.BytesIO()
         Image.fromarray(noise).resize((320, 240)).save(buffer, kind)
         encoded[kind] = buffer.getvalue()
-    size = _facts(port)["size"]
     return [
-        Ask(40, "POST", "/api/analyse", encoded["JPEG"], is_photo=True),
-        Ask(20, "POST", "/api/analyse", encoded["PNG"], is_photo=True),
-        Ask(14, "POST", "/api/effect?layer=0&row=0&column=0", encoded["JPEG"], is_photo=True),
-        Ask(1, "POST", f"/api/times?size={size}", encoded["JPEG"]),
-        Ask(10, "POST", "/api/analyse", encoded["PNG"][:2000]),
-        Ask(10, "GET", "/"),
-        Ask(5, "GET", "/api/model"),
+        Request(40, "POST", "/api/analyse", encoded["JPEG"], is_photo=True),
+        Request(20, "POST", "/api/analyse", encoded["PNG"], is_photo=True),
+        Request(14, "POST", "/api/effect?layer=0&row=0&column=0", encoded["JPEG"], is_photo=True),
+        Request(1, "POST", f"/api/times?size={size}", encoded["JPEG"]),
+        Request(10, "POST", "/api/analyse", encoded["PNG"][:2000]),
+        Request(10, "GET", "/"),
+        Request(5, "GET", "/api/model"),
     ]
 
 
-def _visit(number: int, port: int, asks: list[Ask], end: float, tally: Tally) -> None:
-    """One client, until the time is up: a request after the other on one connection."""
-    draw = random.Random(number)
-    weights = [ask.weight for ask in asks]
+def _run_client(seed: int, port: int, requests: list[Request], end: float, tally: Tally) -> None:
+    """One client: one request after the other on one connection, until the time is up."""
+    draw = random.Random(seed)
+    weights = [request.weight for request in requests]
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=90)
     while time.monotonic() < end:
-        (ask,) = draw.choices(asks, weights)
+        (request,) = draw.choices(requests, weights)
         start = time.monotonic()
         try:
-            connection.request(ask.method, ask.path, ask.body or None, BODY if ask.body else {})
+            connection.request(request.method, request.path, request.body or None, BODY if request.body else {})
             response = connection.getresponse()
             response.read()
             status = response.status
@@ -197,7 +187,7 @@ def _visit(number: int, port: int, asks: list[Ask], end: float, tally: Tally) ->
             connection.close()
             status = 0
         tally.statuses.append(status)
-        if status == 200 and ask.is_photo:
+        if status == 200 and request.is_photo:
             tally.photo_seconds.append(time.monotonic() - start)
         if status in (0, 429):
             time.sleep(PAUSE)
@@ -206,19 +196,21 @@ def _visit(number: int, port: int, asks: list[Ask], end: float, tally: Tally) ->
 
 @contextmanager
 def _server(model: str | None) -> Iterator[tuple[int, int]]:
-    """Process id and port of a server of our own, stopped when the block ends."""
+    """Process id and port of a new server, stopped at the end of the block."""
     command = [sys.executable, "-m", "sima_attn.cli", "serve", "--port", "0", *(["--model", model] if model else [])]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         assert process.stdout is not None
         try:
-            too_late = threading.Timer(START_SECONDS, process.kill)
-            too_late.start()
+            timeout = threading.Timer(START_SECONDS, process.kill)
+            timeout.start()
             address = process.stdout.readline().split()  # http://127.0.0.1:PORT  (Ctrl-C stops it)
-            too_late.cancel()
+            timeout.cancel()
             if not address:
                 log.seek(0)
-                raise ValueError(f"the server did not start: {(log.read().strip().splitlines() or ['no word'])[-1]}")
+                raise RuntimeError(
+                    f"the server did not start: {(log.read().strip().splitlines() or ['no output'])[-1]}"
+                )
             yield process.pid, int(address[0].rsplit(":", 1)[1])
         finally:
             process.terminate()
@@ -226,8 +218,8 @@ def _server(model: str | None) -> Iterator[tuple[int, int]]:
             process.stdout.close()
 
 
-def _facts(port: int) -> dict[str, Any]:
-    """What the server says of its model; asking also makes it ready."""
+def _model_facts(port: int) -> dict[str, Any]:
+    """The answer of /api/model; the server has loaded its model when it answers."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=90)
     connection.request("GET", "/api/model")
     facts = json.loads(connection.getresponse().read())
@@ -236,6 +228,26 @@ def _facts(port: int) -> dict[str, Any]:
 
 
 def _resident_mib(pid: int) -> float:
-    """Memory that a process holds."""
+    """Resident memory of a process."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure, write the row, fail if the server did."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/bench/serve.csv"), help="CSV file for the row")
+    parser.add_argument("--model", help="as in `sima serve` (default: the shipped model)")
+    parser.add_argument("--clients", type=int, default=64, help="number of concurrent clients")
+    parser.add_argument("--seconds", type=float, default=120.0, help="duration")
+    given = parser.parse_args(arguments)
+    row = bench_load(model=given.model, clients=given.clients, seconds=given.seconds)
+    write_rows(given.out, [row])
+    print(f"{row.summary()}\nRow: {given.out}")
+    problem = row.problem()
+    if problem is not None:
+        raise SystemExit(f"error: {problem}")
+
+
+if __name__ == "__main__":
+    main()

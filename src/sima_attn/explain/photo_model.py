@@ -1,0 +1,135 @@
+"""A model that photos are shown to, at their own aspect ratio.
+
+Shapes: images [1, 3, height, width].
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sima_attn.conversion.huggingface import is_pretrained_model
+from sima_attn.data.images import to_rgb
+from sima_attn.explain.reading import Reading, read_attention
+from sima_attn.models.loading import LoadedModel, classes_of, load_model
+from sima_attn.models.preprocessing import Preprocessing
+from sima_attn.nn.token_ref import sima_modules, trained_at
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+UNTRAINED = "has no trained weights: what it shows is chance"
+
+
+class PhotoModel(LoadedModel):
+    """A loaded model, and how a photo enters it. Unlike in evaluation, nothing of the photo is cropped."""
+
+    @property
+    def size(self) -> int:
+        """Side in pixels of the square images it was trained on."""
+        return self.preprocessing.size
+
+    @cached_property
+    def multiple(self) -> int:
+        """What the sides of an image should be multiples of."""
+        info: Any = getattr(self.model, "feature_info", None) or [{}]
+        return int(info[-1].get("reduction", 16)) if isinstance(info, list) else 16
+
+    @cached_property
+    def any_size(self) -> bool:
+        """Whether it takes images of other sizes than `size`."""
+        return _runs(self.model, 3 * self.multiple, 3 * self.multiple)
+
+    @cached_property
+    def any_shape(self) -> bool:
+        """Whether it takes images that are not square; for others a photo is squeezed."""
+        return _runs(self.model, 4 * self.multiple, 3 * self.multiple)
+
+    def input_size(self, width: int, height: int, size: int | None = None) -> tuple[int, int]:
+        """(height, width) at which a photo enters: about as many tokens as in training, the shape of the photo.
+
+        SimA's output depends on the number of tokens, so that number is kept, not a side.
+        """
+        size = size or self.size
+        if size != self.size and not self.any_size:
+            raise ValueError(f"{self.name} takes images of {self.size} px only, got size={size}")
+        if size < self.multiple:
+            raise ValueError(f"size must be {self.multiple} px or more for {self.name}, got {size}")
+        if not self.any_shape:
+            return size, size
+        tokens = (size // self.multiple) ** 2
+        rows = min(tokens, max(1, round(math.sqrt(tokens * height / width))))
+        return rows * self.multiple, max(1, round(tokens / rows)) * self.multiple
+
+    def prepare(self, photo: Image, size: int | None = None) -> Tensor:
+        """A photo -> normalised image [1, 3, height, width], on the CPU; `size` as that of a square photo."""
+        from PIL import Image
+
+        height, width = self.input_size(*photo.size, size)
+        resized = to_rgb(photo).resize((width, height), Image.Resampling.BICUBIC)
+        pixels = torch.from_numpy(np.asarray(resized, dtype=np.float32) / 255).permute(2, 0, 1)[None]  # [1, 3, h, w]
+        how = self.preprocessing
+        mean, std = (torch.tensor(values, dtype=torch.float32)[:, None, None] for values in (how.mean, how.std))
+        return (pixels - mean) / std
+
+    def read(self, photo: Image, size: int | None = None) -> Reading:
+        """What one forward of a photo shows.
+
+        SimA's output shrinks with the number of tokens, so at another size than that of training `token_ref` brings it
+        back to the scale that the later layers were trained with.
+        """
+        image = self.prepare(photo, size)
+        shrinks = size not in (None, self.size) and sima_modules(self.model)
+        with trained_at(self.model, self.size) if shrinks else nullcontext():
+            return read_attention(self.model, image)
+
+
+def load_photo_model(what: str | Path | None = None, *, device: str = "cpu") -> PhotoModel:
+    """A model by what a user calls it, as `load_model` takes it."""
+    return PhotoModel(**vars(load_model(what, device=device)))
+
+
+def photo_model(
+    model: nn.Module,
+    *,
+    name: str | None = None,
+    trained: bool = True,
+    classes: list[str] | None = None,
+    size: int | None = None,
+) -> PhotoModel:
+    """From a model at hand; what is not given is in timm's configuration of the model."""
+    name = name or type(model).__name__
+    if is_pretrained_model(model):
+        raise ValueError(
+            f"{name} does not say how a photo is made ready for it: give a tensor [1, 3, height, width] that its "
+            "image processor made"
+        )
+    preprocessing = Preprocessing.of_model(model, size)
+    if preprocessing is None:
+        raise ValueError(
+            f"{name} has no timm configuration that says how a photo is made ready for it: give a normalised tensor "
+            "[1, 3, height, width]"
+        )
+    known, words = classes_of(model)
+    return PhotoModel(name, model, preprocessing, classes or known, words, trained)
+
+
+@torch.no_grad()
+def _runs(model: nn.Module, height: int, width: int) -> bool:
+    """Whether the model takes images of a size, by trying it on a small one: no attribute says so for all models."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.eval()(torch.zeros(1, 3, height, width).to(next(model.parameters())))
+    except (AssertionError, RuntimeError, ValueError):
+        return False
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    return True

@@ -1,0 +1,172 @@
+"""The settings of a model -> the model.
+
+Settings may come from a file that anyone has written. They are checked before any of them reaches timm: nothing in a
+file makes timm download weights or open another file, and no file makes it build a model larger than its own weights.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import timm
+import torch
+from timm.layers import DropPath
+from timm.models import build_model_with_cfg
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from sima_attn._errors import unknown_name
+from sima_attn.conversion import convert
+from sima_attn.models.settings import ModelSettings
+from sima_attn.models.weight_files import StateDict
+from sima_attn.nn.token_ref import set_class_token_ref, set_token_ref
+
+# Arguments of timm that say where weights come from. A user may start a run with them; whoever loads its weights, or
+# resumes it, has the weights.
+SOURCES = {
+    "pretrained",
+    "pretrained_cfg",
+    "pretrained_cfg_overlay",
+    "pretrained_strict",
+    "pretrained_filter_fn",
+    "pretrained_model_args",
+    "checkpoint_path",
+    "cache_dir",
+}
+# Other arguments of timm's factory, which are not arguments of a model.
+FACTORY = {
+    *inspect.signature(timm.create_model).parameters,
+    *inspect.signature(build_model_with_cfg).parameters,
+    *("pruned", "features_only", "out_indices", "feature_cls", "device", "dtype"),
+} - {*SOURCES, "kwargs"}
+WORD = re.compile(r"[A-Za-z0-9_.+-]{0,100}")  # neither an address nor a path into another folder
+MOST = 2**16  # of any number that is an argument of a model
+MOST_ITEMS = 100
+AnySettings = TypeVar("AnySettings")
+
+
+def build_model(settings: ModelSettings, num_classes: int) -> nn.Module:
+    """The model of a recipe for that many classes, with its attention and its stochastic depth."""
+    model = create_model(settings, num_classes)
+    if settings.attention is not None and not _is_ours(settings):
+        convert(model, settings.attention)
+    if settings.drop_path and settings.constant_drop_path:
+        _set_drop_path(model, settings.drop_path)
+    return model
+
+
+def create_model(settings: ModelSettings, num_classes: int) -> nn.Module:
+    """The model as timm creates it; models of other packages still have their own attention."""
+    if settings.num_classes not in (None, num_classes):
+        raise ValueError(
+            f"the data have {num_classes} classes, model.num_classes is {settings.num_classes}; "
+            "leave it at none to use the data's"
+        )
+    check_name(settings.name)
+    kwargs: dict[str, Any] = {**settings.kwargs, "num_classes": num_classes}
+    if settings.drop_path:
+        kwargs["drop_path_rate"] = settings.drop_path
+    if settings.attention is not None and _is_ours(settings):
+        kwargs["attention"] = settings.attention
+    try:
+        return timm.create_model(settings.name, **kwargs)
+    except TypeError as error:
+        raise ValueError(f"{settings.name} cannot be built with {kwargs}: {error}") from error
+
+
+def check_name(name: str, kind: str = "model") -> None:
+    """Raise unless timm knows the name."""
+    if not timm.is_model(name):
+        raise unknown_name(kind, name, timm.list_models())
+
+
+def _is_ours(settings: ModelSettings) -> bool:
+    return settings.name.startswith("sima_")
+
+
+def _set_drop_path(model: nn.Module, rate: float) -> None:
+    """The same rate in every block; timm increases it with depth, the authors do not. Class attention has none."""
+    for name, block in model.named_modules():
+        if "cls_attn" in name:
+            continue
+        for child in ("drop_path", "drop_path1", "drop_path2", "drop_path3"):
+            if isinstance(getattr(block, child, None), DropPath | nn.Identity):
+                setattr(block, child, DropPath(rate))
+
+
+def set_token_refs(model: nn.Module, size: int, token_ref: bool, class_token_ref: bool) -> None:
+    """Make a backbone of `sima dino` independent of the crop size, in the attentions that its recipe names."""
+    if class_token_ref:
+        set_class_token_ref(model, size)
+    if token_ref:
+        set_token_ref(model, size)
+
+
+def without_sources(settings: AnySettings) -> AnySettings:
+    """The settings of the same model, for weights that are at hand."""
+    given: Any = settings
+    changed: dict[str, Any] = {"kwargs": {name: v for name, v in given.kwargs.items() if name not in SOURCES}}
+    if hasattr(given, "weights"):
+        changed["weights"] = None
+    return replace(given, **changed)
+
+
+def check_arguments(settings: Any) -> None:
+    """Raise unless the name and the arguments of a model are words and bounded numbers, `SOURCES` aside."""
+    if not WORD.fullmatch(settings.name):
+        raise ValueError(f"model.name must be the name of a model, got {settings.name[:200]!r}")
+    for name, value in settings.kwargs.items():
+        if name in FACTORY:
+            raise ValueError(f"model.kwargs.{name} is not an argument of a model; remove it")
+        if name not in SOURCES and not _is_plain(value):
+            raise ValueError(
+                f"model.kwargs.{name} must be a number from -{MOST} to {MOST}, true, false, a word without / and :, or "
+                f"a list or table of these, got {str(value)[:200]}"
+            )
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return len(value) <= MOST_ITEMS and all(map(_is_plain, value))
+    if isinstance(value, Mapping):
+        return len(value) <= MOST_ITEMS and all(map(_is_plain, [*value.keys(), *value.values()]))
+    if isinstance(value, str):
+        return WORD.fullmatch(value) is not None
+    return value is None or (isinstance(value, bool | int | float) and -MOST <= value <= MOST)
+
+
+def check_size(create: Callable[[], nn.Module], weights: StateDict, where: Path) -> None:
+    """Raise where a model has far more parameters than there are weights for, without building it.
+
+    It is created on the meta device, and only as far as the limit.
+    """
+    tensors, numbers = 2 * len(weights) + 100, 2 * sum(tensor.numel() for tensor in weights.values()) + 10**6
+    try:
+        with torch.device("meta"), _at_most(tensors, numbers):
+            create()
+    except ValueError as error:
+        raise ValueError(f"the model in {where} cannot be built: {error}") from error
+    except Exception as error:  # timm's models raise anything on arguments that they do not support
+        raise ValueError(f"the model in {where} cannot be built: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _at_most(tensors: int, numbers: int) -> Iterator[None]:
+    def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        nonlocal tensors, numbers
+        if parameter is not None:
+            tensors, numbers = tensors - 1, numbers - parameter.numel()
+        if tensors < 0 or numbers < 0:
+            raise ValueError("its recipe describes a far larger model than its weights are for")
+
+    hook = register_module_parameter_registration_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -1,0 +1,198 @@
+"""A name, a run folder or a file -> a model: the only place that does it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import timm
+from timm.data import ImageNetInfo
+from torch import nn
+
+from sima_attn._settings import from_dict
+from sima_attn.models.building import (
+    build_model,
+    check_arguments,
+    check_name,
+    check_size,
+    create_model,
+    set_token_refs,
+    without_sources,
+)
+from sima_attn.models.preprocessing import Preprocessing
+from sima_attn.models.pretrained import shipped_models
+from sima_attn.models.settings import ModelSettings
+from sima_attn.models.weight_files import check_fits, not_ours, read_state_dict, read_weights, weights_of_run
+from sima_attn.models.weights import load_any
+
+DEFAULT, DEFAULT_UNTRAINED = "sima_xcit_mini_p4_64_relu", "sima_deit_tiny_patch16_224"
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in evaluation mode, and what is known about it.
+
+    Attributes:
+        name: What to call it: its name in timm's registry, or that of its folder or file.
+        preprocessing: How a photo becomes its input.
+        classes: Names of the classes in the data, in the order of the logits; None where they are not known.
+        words: Class -> a word for it, where that is not its name.
+        trained: False where the weights are random.
+        about: The metadata of its run, such as the recipe; empty without one.
+    """
+
+    name: str
+    model: nn.Module
+    preprocessing: Preprocessing
+    classes: list[str] | None = None
+    words: Mapping[str, str] = field(default_factory=dict)
+    trained: bool = True
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    def class_name(self, k: int) -> str:
+        """What to call a class: its word, its name, ImageNet's name where there are its thousand, or its number."""
+        if self.classes is not None:
+            return self.words.get(self.classes[k], self.classes[k])
+        return _imagenet_names()[k] if getattr(self.model, "num_classes", 0) == 1000 else f"class {k}"
+
+
+@cache
+def _imagenet_names() -> list[str]:
+    info = ImageNetInfo("imagenet-1k")
+    return [info.index_to_description(k).split(",")[0] for k in range(1000)]
+
+
+def load_model(
+    what: str | Path | None = None,
+    *,
+    weights: str | Path | None = None,
+    pretrained: bool | None = None,
+    branch: str | None = None,
+    features: bool = False,
+    device: str = "cpu",
+) -> LoadedModel:
+    """A model by what a user calls it.
+
+    Args:
+        what: One of
+
+            - None: the model that comes with the package.
+            - A name in timm's registry, with the weights that come with the package or else random ones; `NAME=FILE`
+              is short for `weights=FILE`.
+            - A run folder of `sima train` or `sima dino`: its weights, or its newest checkpoint while it is running.
+            - A checkpoint (.pt) or weights (.safetensors) of such a run.
+
+        weights: A file of weights for a name: .safetensors, or .pth that holds tensors alone.
+        pretrained: For a name: True loads the weights that timm knows, downloaded unless they come with the package;
+            False leaves random ones.
+        branch: Other weights of a run, from its checkpoints: "ema", the average of `sima train`, or "student" of
+            `sima dino`.
+        features: Remove the classifier. A run of `sima dino`, which has none, is loaded only so.
+    """
+    text = default_model() if what is None else str(what)
+    name, _, file = text.partition("=")
+    if Path(text).exists():
+        if weights is not None or pretrained:
+            raise ValueError(f"weights and pretrained go with the name of a model, got {text}")
+        loaded = _from_run(Path(text), branch, features)
+    elif Path(text).suffix in (".pt", ".safetensors") and not file:
+        raise FileNotFoundError(f"there is no file {text}")
+    elif branch is not None:
+        raise ValueError(f"{branch} weights are in the checkpoints of a run; {text} is the name of a model")
+    elif sum(map(bool, (file, weights, pretrained))) > 1:
+        raise ValueError("NAME=FILE, weights and pretrained exclude each other: give one of them")
+    else:
+        loaded = _from_name(name, file or weights, pretrained)
+    model: Any = loaded.model
+    if features and getattr(model, "num_classes", None) != 0:
+        if not hasattr(model, "reset_classifier"):
+            raise ValueError(f"{type(model).__name__} has no reset_classifier, so its features cannot be read")
+        model.reset_classifier(0)
+    model.to(device).eval()
+    return loaded
+
+
+def default_model() -> str:
+    """The name of the model that comes with the package; in a copy without weights, of a small one."""
+    shipped = shipped_models()
+    return DEFAULT if DEFAULT in shipped else next(iter(shipped), DEFAULT_UNTRAINED)
+
+
+def _from_name(name: str, file: str | Path | None, pretrained: bool | None) -> LoadedModel:
+    check_name(name, "model, run folder or file")
+    if file is not None:
+        state = read_state_dict(Path(file))
+        heads = [tensor for key, tensor in state.items() if key in ("head.weight", "head.fc.weight")]
+        options: dict[str, Any] = {"num_classes": len(heads[0])} if heads else {}
+        model: Any = timm.create_model(name, **options)
+        report = load_any(model, state, f"{file} does not fit {name}")
+        for key, reason in report.dropped.items():
+            raise ValueError(f"{file} does not fit {name}. {key}: {reason}")
+    else:
+        # Without being asked, only the weights that come with the package are loaded: nothing is downloaded.
+        pretrained = name in shipped_models() if pretrained is None else pretrained
+        model = timm.create_model(name, pretrained=pretrained)
+    preprocessing = Preprocessing.of_model(model)
+    if preprocessing is None:
+        raise ValueError(f"timm's configuration of {name} does not say how a photo becomes its input")
+    trained = file is not None or bool(pretrained)
+    return LoadedModel(name, model, preprocessing, *classes_of(model), trained=trained)
+
+
+def classes_of(model: nn.Module) -> tuple[list[str] | None, dict[str, str]]:
+    """Names of the classes in timm's configuration of a model, None without, and words for them.
+
+    A configuration describes the published weights: a model with another number of classes has no names in it.
+    """
+    config: Mapping[str, Any] = getattr(model, "pretrained_cfg", None) or {}
+    names = list(config.get("label_names") or ())
+    if not names or len(names) != getattr(model, "num_classes", len(names)):
+        return None, {}
+    return names, dict(config.get("label_descriptions") or {})
+
+
+def _from_run(path: Path, branch: str | None, features: bool) -> LoadedModel:
+    file = weights_of_run(path, branch=branch) if path.is_dir() else path
+    about, weights = read_weights(file, branch)
+    has_classes = about.get("task") != "dino"
+    if "detector" in about:
+        raise ValueError(f"{path} is a detector: use `sima detect predict` or `sima detect eval`")
+    if not has_classes and not features:
+        raise ValueError(f"{path} has features and no classes: use `sima knn` or `sima linear`")
+    if "recipe" not in about:
+        raise not_ours(file)
+    classes = class_names_in(about, file) if has_classes else []
+    try:
+        model_group, data_group = (_group(about["recipe"], name) for name in ("model", "data"))
+        settings = without_sources(from_dict(ModelSettings, model_group))
+        check_arguments(settings)
+        preprocessing = Preprocessing.from_recipe(data_group)
+    except ValueError as error:
+        raise ValueError(f"the recipe in {file} cannot be used: {error}") from error
+    check_size(partial(create_model, settings, len(classes)), weights, file)
+    model: Any = build_model(settings, len(classes))
+    distill: dict[str, Any] = about["recipe"].get("distill") or {}
+    set_token_refs(model, preprocessing.size, bool(distill.get("token_ref")), bool(distill.get("class_token_ref")))
+    check_fits(weights, model.state_dict(), f"the weights in {file} do not fit the model of its recipe")
+    model.load_state_dict(weights)
+    # timm's configuration describes how others are trained; this model takes images as its run prepared them.
+    model.pretrained_cfg = {**model.pretrained_cfg, **preprocessing.to_timm()}
+    return LoadedModel(path.name, model, preprocessing, classes if has_classes else None, about=about)
+
+
+def _group(recipe: Any, name: str) -> Mapping[str, Any]:
+    group = recipe.get(name) if isinstance(recipe, Mapping) else None
+    if not isinstance(group, Mapping):
+        raise ValueError(f"its group {name!r} must be a group of settings, got {str(group)[:200]!r}")
+    return group
+
+
+def class_names_in(about: Mapping[str, Any], where: Path) -> list[str]:
+    """The names of the classes in the metadata of a file."""
+    names = about.get("classes")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{where} does not list the names of its classes: `classes` must be a list of words")
+    return names
