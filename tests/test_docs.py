@@ -317,7 +317,7 @@ def test_every_public_name_is_in_the_reference_and_exists():
     there = {name for name in names if hasattr(importlib.import_module(name.rpartition(".")[0]), name.split(".")[-1])}
     assert names - there == set()
     short = {name.split(".")[-1] for name in names}
-    for package in ("", ".ops", ".nn", ".conversion", ".models", ".explain", ".export"):
+    for package in ("", ".ops", ".nn", ".conversion", ".models", ".explain", ".audit"):
         public = importlib.import_module(f"sima_attn{package}")
         missing = {
             name
