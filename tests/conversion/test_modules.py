@@ -1,5 +1,8 @@
 """Models of timm, torchvision and plain torch, converted in place. All are built small; nothing is downloaded."""
 
+import copy
+import pickle
+
 import pytest
 import timm
 import torch
@@ -553,3 +556,49 @@ def test_undo_says_where_a_converted_attention_is_gone():
     model.blocks[0].attn = torch.nn.Identity()
     with pytest.raises(ValueError, match=r"blocks.0.attn is not the converted attention any more"):
         report.undo()
+
+
+CHANGES_AFTERWARDS = {
+    "adapter": ("deit_tiny_patch16_224", lambda a: setattr(a, "qkv", Lora(a.qkv))),
+    "new layer": ("deit_tiny_patch16_224", lambda a: setattr(a, "norm", nn.LayerNorm(48))),
+    "added layer": ("deit_tiny_patch16_224", lambda a: a.add_module("adapter", nn.Linear(48, 48))),
+    "parametrized": ("torch", lambda a: weight_norm(a, "in_proj_weight")),
+    "pruned": ("torch", lambda a: prune.l1_unstructured(a, "in_proj_weight", 0.5)),
+    "pruned copy": ("beit_base_patch16_224", lambda a: prune.l1_unstructured(a.qkv, "weight", 0.5)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES_AFTERWARDS)
+def test_undo_drops_nothing_that_was_put_on_a_converted_attention(change):
+    name, apply = CHANGES_AFTERWARDS[change]
+    if name == "torch":
+        model, path = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32), 2), "layers.1.self_attn"
+    else:
+        model, path = build(name)[0], "blocks.1.attn"
+    report = convert(model)
+    apply(model.get_submodule(path))
+    types = attention_types(model)
+    with pytest.raises(ValueError, match=rf"{path} was changed after its conversion .* would lose that: remove it"):
+        report.undo()
+    assert attention_types(model) == types  # nothing was put back, neither the first attention
+
+
+def test_undo_keeps_what_was_put_on_a_layer_that_both_attentions_hold():
+    model, _ = build("deit_tiny_patch16_224")
+    report = convert(model)
+    prune.l1_unstructured(model.blocks[0].attn.qkv, "weight", 0.5)
+    report.undo()
+    assert "weight_mask" in dict(model.blocks[0].attn.qkv.named_buffers())
+
+
+@pytest.mark.parametrize("name", [*TIMM, "torch"])
+def test_a_converted_model_is_copied_and_pickled(name):
+    if name == "torch":
+        model, x = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32), 1).eval(), torch.randn(2, 6, 16)
+    else:
+        model, x = build(name)
+    convert(model, token_ref=9)
+    with torch.no_grad():
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(twin(x), model(x))
+            assert attention_types(twin) == attention_types(model)

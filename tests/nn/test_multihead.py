@@ -43,6 +43,17 @@ def test_it_computes_sima_with_the_projections_of_torch(bias):
     assert module(x, y, y, need_weights=False)[1] is None
 
 
+def test_two_views_of_the_same_tokens_are_self_attention():
+    module = SimMultiheadAttention(12, 3, batch_first=True)
+    x, padding = torch.randn(2, 1, 7, 12), torch.arange(7)[None] >= 4
+    one = x[1]
+    expected, _ = module(one, one, one, key_padding_mask=padding)
+    assert torch.equal(module(x[1], x[1], x[1], key_padding_mask=padding)[0], expected)
+    assert not torch.equal(module(x[1], x[1].clone(), x[1], key_padding_mask=padding)[0], expected)
+    across, _ = module(x[1], x[0].clone(), x[0], key_padding_mask=padding)
+    assert torch.equal(module(x[1], x[0], x[0], key_padding_mask=padding)[0], across)
+
+
 @pytest.mark.parametrize("as_float", [False, True])
 def test_padding_is_exact_in_self_attention(as_float):
     module = SimMultiheadAttention(12, 3, batch_first=True).double()

@@ -136,6 +136,7 @@ def _converted_config_class(cls: Any) -> Any:
     from transformers.models.auto import modeling_auto
 
     mixed = with_mixin(ConvertedConfig, cls)
+    mixed.__module__ = __name__  # classes of transformers itself cannot be registered
     for auto in vars(modeling_auto).values():
         mapping = getattr(auto, "_model_mapping", None)
         if mapping is not None and cls in mapping:

@@ -18,8 +18,9 @@ from sima_attn.ops.reference import sima_matrix_reference
 class SimMultiheadAttention(LeafModule):
     """SimA with the constructor, state dict and call of `torch.nn.MultiheadAttention`.
 
-    `key_padding_mask` is exact: in self-attention (query and key the same tensor) it leaves the padding
-    out of both norms; in cross attention it masks the keys. What SimA has no place for is refused.
+    `key_padding_mask` is exact: in self-attention (query and key the same tensor, or equal views of one) it leaves
+    the padding out of both norms; in cross attention it masks the keys. torch.compile does not see where views lie:
+    inside it, pass one tensor as query and key. What SimA has no place for is refused.
     """
 
     # torch.nn.TransformerEncoderLayer reads these. The last one, False, keeps its fused softmax path off:
@@ -93,7 +94,7 @@ class SimMultiheadAttention(LeafModule):
         """
         if attn_mask is not None or is_causal:
             raise ValueError("attn_mask and is_causal cannot be honoured: SimA has no place for masks of token pairs")
-        same_tokens = query is key
+        same_tokens = _are_same_tokens(query, key)
         batched = query.dim() == 3
         if not batched:
             query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
@@ -130,6 +131,15 @@ class SimMultiheadAttention(LeafModule):
 
     def extra_repr(self) -> str:
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, batch_first={self.batch_first}"
+
+
+def _are_same_tokens(query: Tensor, key: Tensor) -> bool:
+    """True for one tensor given twice, be it as two views: x[1] is another object every time it is written."""
+    if query is key or torch.compiler.is_compiling():
+        return query is key
+    base, other = (x if x._base is None else x._base for x in (query, key))
+    same_place = base is other and query.storage_offset() == key.storage_offset()
+    return same_place and query.shape == key.shape and query.stride() == key.stride()
 
 
 def keep_mask(key_padding_mask: Tensor) -> Tensor:
