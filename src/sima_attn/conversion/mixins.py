@@ -12,7 +12,7 @@ class Mixin:
 
 
 @cache
-def with_mixin(mixin: type[Mixin], cls: type) -> type:
+def with_mixin(mixin: Any, cls: Any) -> Any:
     """The class with the mixin before it: the same one on every call, under the name of `cls`.
 
     transformers looks classes up by their name and module, so both stay.
@@ -27,5 +27,5 @@ def without_mixin(cls: type) -> type:
 
 
 def _new(mixin: type[Mixin], cls: type) -> Any:
-    mixed: Any = with_mixin(mixin, cls)
+    mixed = with_mixin(mixin, cls)
     return mixed.__new__(mixed)

@@ -238,7 +238,7 @@ def _new_attention(old: Any, attention: str, options: dict[str, Any], mixin: typ
     if mixin is not None:
         cls = with_mixin(mixin, cls)
     drop = {"attn_drop": old.attn_drop.p} if cls.can_drop_attention else {}
-    new: Any = cls(old.proj.out_features, old.num_heads, **drop, **_factory(old.proj), **options)
+    new = cls(old.proj.out_features, old.num_heads, **drop, **_factory(old.proj), **options)
     if hasattr(old, "qkv"):
         new.qkv = old.qkv
     new.proj, new.proj_drop = old.proj, old.proj_drop
