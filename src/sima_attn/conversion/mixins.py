@@ -26,6 +26,6 @@ def without_mixin(cls: type) -> type:
     return cls.__bases__[1] if issubclass(cls, Mixin) else cls
 
 
-def _new(mixin: type[Mixin], cls: type) -> Any:
+def _new(mixin: Any, cls: Any) -> Any:
     mixed = with_mixin(mixin, cls)
     return mixed.__new__(mixed)

@@ -230,7 +230,7 @@ class PvtCall(Mixin):
         return self.join(self.core(q, k, v))
 
 
-def _new_attention(old: Any, attention: str, options: dict[str, Any], mixin: type[Mixin] | None = None) -> Any:
+def _new_attention(old: Any, attention: str, options: dict[str, Any], mixin: Any = None) -> Any:
     """An attention of the width and heads of the old one, which takes over its projections."""
     cls = attention_class(attention)
     if cls.ties_qk:
