@@ -1,11 +1,11 @@
-"""How this package words its errors: what was given, what is allowed, what to do."""
+"""Errors with one wording: what was given, what is allowed, what to do."""
 
 import difflib
 from collections.abc import Iterable
 
 
 def unknown_name(kind: str, given: object, known: Iterable[str]) -> ValueError:
-    """The error for a name that is not in a table, with the nearest known name where one is close."""
+    """The error for an unknown name, with the closest known name if one is similar."""
     known = sorted(known)
     message = f"unknown {kind} {given!r}; known: {', '.join(known)}"
     near = difflib.get_close_matches(str(given), known, n=1)
