@@ -645,7 +645,7 @@ def test_token_ref_is_the_number_of_tokens_of_a_global_crop():
 
 
 def test_token_ref_needs_sima():
-    with pytest.raises(ValueError, match="token_ref is SimA's own"):
+    with pytest.raises(ValueError, match="token_ref is for SimA attention only"):
         build_backbone(small_dino("digits", "distill.token_ref=true", "model.attention=softmax"))
 
 
