@@ -21,7 +21,7 @@ from selenium.webdriver.support.ui import Select
 
 from serving import serving
 from sima_attn.explain.photo_model import photo_model
-from sima_attn.serve import looking
+from sima_attn.serve import analyzer as analyzer_module
 from sima_attn.serve.app import create_app
 from sima_attn.serve.limits import Limits
 
@@ -157,7 +157,7 @@ def test_a_photo_comes_in_every_way(page, tmp_path, served):
 
 
 def test_times_are_measured_at_the_chosen_size(page, monkeypatch):
-    monkeypatch.setattr(looking, "TIMED_SECONDS", 0.0)
+    monkeypatch.setattr(analyzer_module, "TIMED_SECONDS", 0.0)
     drop_and_wait(page)
     Select(page.find_element(By.ID, "size")).select_by_visible_text("64 px")
     page.find_element(By.ID, "measure").click()

@@ -28,7 +28,7 @@ from sima_attn.data.images import ENDINGS, open_photo
 from sima_attn.explain.photo_model import photo_model
 from sima_attn.nn import SimAttention
 from sima_attn.nn.baselines.softmax import SoftmaxAttention
-from sima_attn.serve import looking
+from sima_attn.serve import analyzer as analyzer_module
 from sima_attn.serve.analyzer import Analyzer, softmax_twin
 from sima_attn.serve.app import PAGE, create_app
 from sima_attn.serve.in_browser import RUNTIME, InBrowser, browser_model
@@ -106,7 +106,7 @@ def test_one_patch(client):
 
 
 def test_times_and_facts(client, monkeypatch):
-    monkeypatch.setattr(looking, "TIMED_SECONDS", 0.0)
+    monkeypatch.setattr(analyzer_module, "TIMED_SECONDS", 0.0)
     answer = client.post("/api/times?size=128", content=photo()).json()
     assert answer["sima_ms"] > 0
     assert answer["softmax_ms"] > 0
@@ -138,7 +138,7 @@ def test_the_twin_has_softmax_everywhere_and_the_model_keeps_sima(name):
 
 
 def test_a_softmax_model_is_timed_against_its_conversion(monkeypatch):
-    monkeypatch.setattr(looking, "TIMED_SECONDS", 0.0)
+    monkeypatch.setattr(analyzer_module, "TIMED_SECONDS", 0.0)
     analyzer = Analyzer(small_subject("vit_tiny_patch16_224"), LIMITS)
     assert analyzer.sizes == [32]  # the model takes no other
     assert analyzer.times(Image.new("RGB", (40, 40)), 32).sima_ms > 0
@@ -365,7 +365,8 @@ def test_the_metadata_of_a_model_for_the_browser_are_checked(small_onnx, name):
 
 def test_honest_metadata_of_a_model_for_the_browser_are_shown(small_onnx):
     model = browser_model(small_onnx(model="m" * 1000, precision="int8"))
-    assert (model.size, model.crop_ratio, model.precision, model.classes) == (32, 0.9, "int8", CLASSES[:3])
+    assert (model.preprocessing.size, model.preprocessing.crop_ratio) == (32, 0.9)
+    assert (model.precision, model.classes) == ("int8", CLASSES[:3])
     assert model.name == "m" * 200
 
 

@@ -137,7 +137,7 @@ def edits():
             setting("data", "size", "64"),
             "size must be a whole number from 1 to 8192 pixels, got '64'",
         ),
-        "many processes": (setting("data", "workers", 10**6), "data.workers may be 256 at most in a file"),
+        "many processes": (setting("data", "workers", 10**6), "data.workers must be between 0 and 256"),
         "two channels": (setting("data", "mean", [0.5, 0.5]), "mean must be three numbers"),
         "a path as a filter": (
             setting("data", "interpolation", "/x"),

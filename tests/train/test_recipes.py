@@ -132,7 +132,7 @@ def test_a_wrong_override_says_what_is_wrong(text, message):
         ("data.interpolation=foo", r"data\.interpolation must be one of bicubic, bilinear, got 'foo'"),
         ("data.std=0,1,1", r"data\.std\[0\] must be above 0, got 0\.0"),
         ("data.mean=0,nan,1", r"data\.mean\[1\] must be a finite number, got nan"),
-        ("data.workers=-1", r"data\.workers must be at least 0, got -1"),
+        ("data.workers=-1", r"data\.workers must be between 0 and 256, got -1"),
         ("augment.color_jitter=-1", r"augment\.color_jitter must be at least 0"),
         ("augment.mixup=-1", r"augment\.mixup must be at least 0"),
         ("augment.scale=0.9,0.2", r"augment\.scale must be two numbers, the lower one first, got \(0\.9, 0\.2\)"),

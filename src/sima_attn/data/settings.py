@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from sima_attn._settings import (
     Limit,
@@ -15,16 +15,19 @@ from sima_attn._settings import (
     Range,
     Share,
     between,
+    check_value,
     from_dict,
     one_of,
 )
-from sima_attn.models.preprocessing import Preprocessing
+from sima_attn.models.preprocessing import MAX_SIZE, Preprocessing
 
 if TYPE_CHECKING:
     from sima_attn.models.loading import LoadedModel
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-MOST_IN_FILE = {"size": 2**13, "side": 2**13, "longest": 2**13, "eval_batch": 2**10, "workers": 2**8}
+# Bounded above too: a recipe may come from a file that anyone has written.
+Pixels = Annotated[int, between(1, MAX_SIZE)]
+Workers = Annotated[int, between(0, 2**8)]
 Hue = Annotated[float, between(0, 0.5)]
 
 
@@ -53,12 +56,12 @@ class Data:
     """
 
     path: str
-    size: PositiveInt = 224
+    size: Pixels = 224
     crop_ratio: Share = 1.0
     interpolation: Annotated[str, one_of("bicubic", "bilinear")] = "bicubic"
     mean: tuple[float, float, float] = IMAGENET_MEAN
     std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = IMAGENET_STD
-    workers: NonNegativeInt = 8
+    workers: Workers = 8
     cache: bool = False
 
     @property
@@ -72,15 +75,8 @@ class Data:
         if "recipe" not in loaded.about:
             return cls("", workers=0, **vars(loaded.preprocessing))
         data = from_dict(cls, loaded.about["recipe"]["data"])
-        check_limits(data)
+        check_value(data, cls, "data")
         return data
-
-
-def check_limits(data: Any) -> None:
-    """Raise for data settings that no file needs: anyone may have written it."""
-    for name, most in MOST_IN_FILE.items():
-        if getattr(data, name, 0) > most:
-            raise ValueError(f"data.{name} may be {most} at most in a file, got {getattr(data, name)}")
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from sima_attn._errors import unknown_name
-from sima_attn._settings import NonNegativeInt, PositiveInt, Probability
+from sima_attn._settings import PositiveInt, Probability, between
+from sima_attn.data.settings import Pixels, Workers
 from sima_attn.detect.augment import Augment
 from sima_attn.train.recipes import Optim, Run, StepSchedule
 
@@ -53,10 +54,10 @@ class Data:
     path: str
     train_split: str = "train"
     eval_split: str = "val"
-    side: PositiveInt = 800
-    longest: int = 1333
-    eval_batch: PositiveInt = 2
-    workers: NonNegativeInt = 4
+    side: Pixels = 800
+    longest: Pixels = 1333
+    eval_batch: Annotated[int, between(1, 2**10)] = 2
+    workers: Workers = 4
 
     @property
     def eval_splits(self) -> list[str]:

@@ -12,7 +12,7 @@ import timm
 from timm.data import ImageNetInfo
 from torch import nn
 
-from sima_attn._settings import from_dict
+from sima_attn._settings import check_value, from_dict
 from sima_attn.models.building import (
     build_model,
     check_arguments,
@@ -163,6 +163,7 @@ def _from_run(path: Path, branch: str | None, features: bool) -> LoadedModel:
     classes = [] if is_dino else class_names_in(about, file)
     try:
         settings = without_sources(from_dict(ModelSettings, recipe.get("model", {})))
+        check_value(settings, ModelSettings, "model")
         check_arguments(settings)
         preprocessing = Preprocessing.from_recipe(recipe.get("data", {}))
     except ValueError as error:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from sima_attn._errors import unknown_name
 from sima_attn._files import DiskFullError, disk_full_reason
-from sima_attn._settings import from_dict
+from sima_attn._settings import check_value, from_dict
 from sima_attn.data.cache import Cache, normalise
 from sima_attn.data.images import READER_VERSION
 from sima_attn.data.loader import BrokenImages, evaluation_batches, seed_everything
@@ -87,6 +87,7 @@ def load_backbone(what: str | Path, *, branch: str = "teacher", seed: int = 0) -
     seed_everything(seed)
     loaded = load_model(what, branch=None if branch == "teacher" else branch, features=True)
     probe = from_dict(Probe, loaded.about.get("recipe", {}).get("probe", {}))
+    check_value(probe, Probe, "probe")
     return Backbone(loaded.model, Data.of_model(loaded), probe, loaded.trained)
 
 

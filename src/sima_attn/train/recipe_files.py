@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sima_attn._settings import check, from_dict
-from sima_attn.data.settings import check_limits
 from sima_attn.models import building
 
 AnyRecipe = TypeVar("AnyRecipe")
@@ -26,7 +25,6 @@ def recipe_from_file(kind: type[AnyRecipe], values: Any, where: Path) -> AnyReci
     try:
         recipe: Any = from_dict(kind, values)
         building.check_arguments(recipe.model)
-        check_limits(recipe.data)
         check(recipe)
     except ValueError as error:
         raise ValueError(f"the recipe in {where} cannot be used: {error}") from error
