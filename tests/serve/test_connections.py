@@ -218,14 +218,14 @@ import time, timm
 from sima_attn.explain.subject import subject_of
 from sima_attn.serve.limits import Gate, Limits, Refusal
 from sima_attn.serve.run import serve
-from sima_attn.serve.looking import Looker
+from sima_attn.serve.analysis import Analyzer
 from sima_attn.serve.run import serve
 
 def stuck(*_):
     print("stuck", flush=True)
     time.sleep(1000)
 
-Looker.analyse = stuck
+Analyzer.analyse = stuck
 vit = dict(img_size=32, patch_size=8, embed_dim=32, depth=1, num_heads=2, num_classes=5)
 model = timm.create_model("sima_deit_tiny_patch16_224", **vit).eval()
 subject = subject_of(model, name="small", trained=False, facts={"input_size": (3, 32, 32)})

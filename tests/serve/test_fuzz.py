@@ -19,7 +19,7 @@ from fastapi.testclient import TestClient
 from schemathesis.checks import positive_data_acceptance
 
 from sima_attn.explain.subject import subject_of
-from sima_attn.serve import looking
+from sima_attn.serve import analysis
 from sima_attn.serve.app import create_app
 from sima_attn.serve.limits import Limits
 from sima_attn.serve.photos import FORMATS
@@ -36,7 +36,7 @@ def make_app(tmp_path_factory):
     subject = subject_of(model, name="small", trained=False, facts={"input_size": (3, 32, 32)})
     limits = Limits(bytes=200_000, pixels=2_000_000, tokens=64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(looking, "TIMED_SECONDS", 0.0)
+        patch.setattr(analysis, "TIMED_SECONDS", 0.0)
         yield partial(create_app, subject, samples=samples, limits=limits, hosts=None)
 
 
