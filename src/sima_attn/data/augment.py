@@ -33,9 +33,8 @@ HUE = _hue_maps()
 def augment_batch(images: Tensor, augment: Augment) -> Tensor:
     """Crop, flip and jitter images for classification; the size stays the same."""
     images = crop_and_flip(images, augment)
-    if augment.color_jitter:
-        images = jitter_colours(images, *[augment.color_jitter] * 3)
-    return images
+    strength = augment.color_jitter
+    return jitter_colours(images, strength, strength, strength) if strength else images
 
 
 def crop_and_flip(images: Tensor, augment: Augment) -> Tensor:

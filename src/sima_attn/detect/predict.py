@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from sima_attn._files import atomic_write
-from sima_attn.data.images import check_not_over, open_photos, to_rgb, unlike
+from sima_attn.data.images import check_not_over, open_photos, to_rgb, unique_name
 from sima_attn.detect.mask_rcnn import SimaMaskRCNN
 from sima_attn.detect.weights import LoadedDetector
 
@@ -100,7 +100,7 @@ def ink_on(shade: tuple[int, int, int]) -> tuple[int, int, int]:
 
 
 def colour(label: int) -> tuple[int, int, int]:
-    """A bright colour, unlike those of the labels before it."""
+    """A bright colour, unique_name those of the labels before it."""
     red, green, blue = colorsys.hsv_to_rgb(label * GOLDEN % 1, 0.85, 0.95)
     return round(255 * red), round(255 * green), round(255 * blue)
 
@@ -142,7 +142,7 @@ def predict_photos(
     told = []
     for photo, image in open_photos(photos, say=say, on_photo=on_photo):
         found = detect(loaded.model, image, threshold)
-        name = unlike(photo.stem, names)
+        name = unique_name(photo.stem, names)
         with atomic_write(out / f"{name}.png") as temporary:
             draw(image, found, loaded.classes).save(temporary, format="PNG")
         told.append({**as_json(photo, image, found, loaded.classes), "picture": f"{name}.png"})
