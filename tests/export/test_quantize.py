@@ -268,7 +268,7 @@ def test_wrong_inputs_are_said_and_leave_no_file(fp32, int8, tmp_path):
         FileNotFoundError, match=r"has no val images: .*, nor val-\*\.tar, nor image files in it \(\.jpg"
     ):
         open_images(tmp_path, metadata_of(fp32))
-    with pytest.raises(FileNotFoundError, match="none does not exist; say with --data where it is"):
+    with pytest.raises(FileNotFoundError, match="none does not exist; set it with --data"):
         open_images(tmp_path / "none", metadata_of(fp32))
     if find_spec("sklearn"):
         with pytest.raises(ValueError, match="digits has 10 classes, the file has 2"):
