@@ -379,4 +379,4 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     reference = (tmp_path / "site" / "api.html").read_text()
     assert "token_ref" in reference
-    assert "undoes its shrinking as 1/N" in reference  # from the docstring of sima_attention
+    assert "shrinks as 1/N at other image sizes" in reference  # from the docstring of sima_attention
