@@ -10,7 +10,7 @@ import timm
 import torch
 
 import sima_attn  # noqa: F401  registers the models
-from sima_attn.audit import audit
+from sima_attn.auditing import audit
 from sima_attn.data.loader import evaluation_transform
 from sima_attn.export.onnx import export_onnx
 from sima_attn.export.quantize import (

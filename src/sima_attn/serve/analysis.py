@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sima_attn.audit import audit
+from sima_attn.auditing import audit
 from sima_attn.conversion import convert
 from sima_attn.explain.effects import effect_scores
 from sima_attn.explain.maps import unit_range
