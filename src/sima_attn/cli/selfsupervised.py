@@ -244,6 +244,7 @@ class FeatureExtractor:
         self.options: dict[str, Any] = {"dtype": dtype, "batch": batch, "device": device}
 
     def __call__(self, model: "nn.Module", split: str) -> "tuple[Source, Features]":
+        """A split and its features."""
         from sima_attn.data import open_data
         from sima_attn.data.sources import check_same_classes
         from sima_attn.probe.features import extract, with_workers
