@@ -19,7 +19,7 @@ from copy import deepcopy
 from functools import cache, reduce
 from typing import Any, ClassVar
 
-from transformers import PreTrainedConfig
+from transformers import PretrainedConfig  # the name that older versions have too: this runs when they are imported
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 
 from sima_attn.conversion.huggingface import NAME, calls_interface, register, set_implementation, shared_config
@@ -64,7 +64,7 @@ class ConvertedConfig(Mixin):
         return entries
 
 
-class SavedConfig(PreTrainedConfig):
+class SavedConfig(PretrainedConfig):
     """Reads a configuration that was written under the model type "sima_attn"; gives a ConvertedConfig."""
 
     model_type = MODEL_TYPE
