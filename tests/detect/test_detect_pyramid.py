@@ -7,7 +7,7 @@ from shapes import SMALL
 from torch import nn
 
 from closeness import assert_close
-from sima_attn.detect.backbone import STRIDE, Inside, block_maps, spread_blocks
+from sima_attn.detect.backbone import STRIDE, BatchLayout, block_maps, spread_blocks
 from sima_attn.detect.mask_rcnn import Anchors, build_mask_rcnn, with_edges
 from sima_attn.detect.pyramid import CHANNELS, Pyramid, to_stride
 from sima_attn.nn import SimAttention
@@ -36,7 +36,7 @@ def padded(sizes):
     batch = torch.zeros(len(sizes), 3, *canvas, dtype=torch.float64)
     for i, image in enumerate(images):
         batch[i, :, : image.shape[2], : image.shape[3]] = image[0]
-    return images, batch, Inside.of(sizes, canvas)
+    return images, batch, BatchLayout.of(sizes, canvas)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -61,7 +61,7 @@ def test_finer_by_transposed_convolutions_coarser_by_pooling():
     assert kinds[8] == ["Sequential", "ConvTranspose2d"]
     assert kinds[16] == ["Identity"]
     assert kinds[32] == kinds[64] == ["MaxPool2d"]
-    with pytest.raises(ValueError, match="no power of two"):
+    with pytest.raises(ValueError, match="must be a power of two"):
         to_stride(8, 12, 16, nn.GELU)
 
 
@@ -121,9 +121,9 @@ def test_blocks_are_the_papers_and_their_shares():
 def test_a_padded_batch_has_the_features_of_its_single_images(name, options):
     """Exact but for rounding, at every level, for DeiT, XCiT and CvT; and zero beside the images."""
     model = pyramid(name, **options)
-    images, batch, inside = padded([(64, 96), (96, 32), (32, 64)])
+    images, batch, layout = padded([(64, 96), (96, 32), (32, 64)])
     with torch.no_grad():
-        together = model(batch, inside)
+        together = model(batch, layout)
         for i, image in enumerate(images):
             alone = model(image)
             for level, x in alone.items():
@@ -144,22 +144,22 @@ def test_without_the_masks_padding_does_change_the_features():
 
 def test_an_attention_that_cannot_leave_padding_out_says_so_and_takes_single_sizes():
     model = pyramid(XCIT, attention="elu")
-    images, batch, inside = padded([(64, 96), (96, 32)])
+    images, batch, layout = padded([(64, 96), (96, 32)])
     assert model(images[0])["0"].shape[-1] == 24
-    with pytest.raises(ValueError, match="EluAttention cannot leave padding out"):
-        model(batch, inside)
+    with pytest.raises(ValueError, match="EluAttention does not support padding"):
+        model(batch, layout)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_masked_training_has_gradients_everywhere_also_recomputed(name):
     """No parameter is left without one: several processes would wait for it for ever."""
     model = Pyramid(block_maps(name, **SMALL[name])).train()
-    _, batch, inside = padded([(64, 96), (96, 32)])
+    _, batch, layout = padded([(64, 96), (96, 32)])
     grads = []
     for recompute in (False, True):
         model.maps.body.set_grad_checkpointing(recompute)
         model.zero_grad()
-        sum(x.square().mean() for x in model(batch.float(), inside).values()).backward()
+        sum(x.square().mean() for x in model(batch.float(), layout).values()).backward()
         assert [n for n, p in model.named_parameters() if p.grad is None] == []
         grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     assert_close(grads[1], grads[0], 1e-5)
@@ -168,12 +168,12 @@ def test_masked_training_has_gradients_everywhere_also_recomputed(name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_backbone_and_pyramid_are_free_of_exp_with_relu_and_not_without(name):
     counts = []
-    _, batch, inside = padded([(64, 96), (96, 32)])
+    _, batch, layout = padded([(64, 96), (96, 32)])
     for relu in (True, False):
         model = pyramid(name, relu=relu)
         with torch.no_grad(), ExpCounter() as counter:
             model(batch)
-            model(batch, inside)
+            model(batch, layout)
         counts.append(counter.total)
     assert counts[0] == 0
     assert counts[1] > 0
@@ -224,18 +224,18 @@ def test_anchors_lie_at_exact_strides_and_only_on_the_images():
 
 def test_edges_are_repeated_into_the_padding():
     maps = {str(i): torch.arange(8.0 * 8).view(1, 1, 8, 8)[..., : 8 >> i, : 8 >> i] for i in range(4)}
-    inside = Inside(((32, 32),), (32, 32))
-    assert torch.equal(with_edges(maps, inside)["0"], maps["0"])
-    smaller = with_edges({k: torch.cat([v, v], 3) for k, v in maps.items()}, Inside(((32, 32),), (32, 64)))["0"]
+    layout = BatchLayout(((32, 32),), (32, 32))
+    assert torch.equal(with_edges(maps, layout)["0"], maps["0"])
+    smaller = with_edges({k: torch.cat([v, v], 3) for k, v in maps.items()}, BatchLayout(((32, 32),), (32, 64)))["0"]
     assert torch.equal(smaller[..., 8:], maps["0"][..., 7:].expand(-1, -1, -1, 8))
 
 
-def test_inside_is_none_where_nothing_is_padding():
-    assert Inside.of([(60, 90), (64, 96)], (64, 96)) is None
-    inside = Inside.of([(60, 90), (32, 33)], (64, 96))
-    assert inside.sizes == ((64, 96), (32, 64))
+def test_there_is_no_layout_without_padding():
+    assert BatchLayout.of([(60, 90), (64, 96)], (64, 96)) is None
+    layout = BatchLayout.of([(60, 90), (32, 33)], (64, 96))
+    assert layout.sizes == ((64, 96), (32, 64))
     for stride in (4, 16, STRIDE):
-        assert inside.mask(stride, torch.device("cpu")).sum((1, 2, 3)).tolist() == [
+        assert layout.mask(stride, torch.device("cpu")).sum((1, 2, 3)).tolist() == [
             64 * 96 // stride**2,
             32 * 64 // stride**2,
         ]
@@ -289,18 +289,18 @@ def test_targets_and_names_are_checked():
     good = {"boxes": torch.tensor([[1.0, 1, 9, 9]]), "labels": torch.tensor([1]), "masks": torch.ones(1, 64, 64)}
     for wrong, message in (
         ({"boxes": torch.tensor([[5.0, 1, 5, 9]])}, "x0 < x1"),
-        ({"labels": torch.tensor([3])}, "labels go from 1 to 2, got 3"),
+        ({"labels": torch.tensor([3])}, "labels must be from 1 to 2, got 3"),
         ({"masks": torch.ones(2, 64, 64)}, "masks"),
     ):
         with pytest.raises(ValueError, match=message):
             model([image], [{**good, **wrong}])
-    with pytest.raises(ValueError, match="targets are needed in training"):
+    with pytest.raises(ValueError, match="pass targets in training mode"):
         model([image])
     with pytest.raises(ValueError, match=r"unknown model .*did you mean 'sima_cvt_13'"):
         build_mask_rcnn("sima_cvt13")
     with pytest.raises(ValueError, match="blocks must be four numbers from 1 to 2"):
         build_mask_rcnn(XCIT, blocks=(1, 2, 3, 4), **SMALL[XCIT])
-    with pytest.raises(ValueError, match="CvT feeds the pyramid by its stages"):
+    with pytest.raises(ValueError, match="CvT feeds the pyramid from its stages"):
         build_mask_rcnn(CVT, blocks=(1, 2, 3, 4))
     with pytest.raises(ValueError, match="cannot be built with"):
         build_mask_rcnn(XCIT, depht=3)

@@ -1,8 +1,8 @@
-"""Images -> boxes and instance masks: Mask R-CNN on the models of the zoo.
+"""Object detection and instance segmentation: Mask R-CNN on the models of the zoo.
 
-backbone   images -> the maps of four blocks, padding left out      pyramid    maps -> strides 4, 8, 16, 32, 64
-mask_rcnn  images -> boxes, classes, scores, masks                  coco       COCO's files, its AP
-augment    multi-scale and crops                                    recipes    what a run is
-task       training by the one loop, AP of a split                  weights    files -> detectors
-predict    photos -> pictures and json                              paper_table  Table 4
+backbone   images -> feature maps of four blocks            pyramid  feature maps -> strides 4, 8, 16, 32, 64
+mask_rcnn  images -> boxes, classes, scores, masks          coco     COCO annotations, results and AP
+augment    random flip, crop and size                       recipes  settings of a run
+task       training and evaluation                          weights  files -> detectors
+predict    photos -> pictures and JSON
 """
