@@ -204,7 +204,7 @@ def _server(model: str | None) -> Iterator[tuple[int, int]]:
         try:
             timeout = threading.Timer(START_SECONDS, process.kill)
             timeout.start()
-            address = process.stdout.readline().split()  # http://127.0.0.1:PORT  (Ctrl-C stops it)
+            address = process.stdout.readline().split()  # http://127.0.0.1:PORT  (Ctrl-C to stop)
             timeout.cancel()
             if not address:
                 log.seek(0)

@@ -12,7 +12,7 @@ import sima_attn
 SOURCE = Path(sima_attn.__file__).parent
 # Lowest first. A package may import those before it, so two packages cannot import each other.
 PACKAGES = (
-    "ops nn conversion models report data audit train probe dino detect explain export reproduce bench serve cli"
+    "ops nn conversion models report data auditing train probe dino detect explain export reproduce bench serve cli"
 ).split()
 FILES = sorted(SOURCE.rglob("*.py"))
 
@@ -76,6 +76,7 @@ def test_every_public_name_is_there_and_a_wrong_one_is_an_attribute_error():
     for name in sima_attn.__all__:
         assert getattr(sima_attn, name) is not None
     assert set(dir(sima_attn)) == set(sima_attn.__all__)
+    assert not set(PACKAGES) & set(sima_attn.__all__)  # importing such a package would hide the public name
     with pytest.raises(AttributeError, match="no attribute 'sima_atention'"):
         _ = sima_attn.sima_atention
 

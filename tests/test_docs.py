@@ -16,6 +16,7 @@ import typer
 
 from sima_attn import cli
 from sima_attn.report.tables import TextTable
+from test_architecture import PACKAGES
 
 REPOSITORY = Path(__file__).parents[1]
 DOCS = REPOSITORY / "docs"
@@ -187,6 +188,11 @@ README_CASES = [
     ("eager", "training", "224, 256"),
     ("eager", "inference", "1024, 16"),
 ]
+
+
+def test_the_layout_in_the_readme_lists_the_packages_in_their_order():
+    listed = re.findall(r"^      (\w+)/ ", (REPOSITORY / "README.md").read_text(), re.MULTILINE)
+    assert listed == [*PACKAGES, "weights"]
 
 
 def tables_of_rows() -> list[tuple[str, str, str]]:
@@ -373,4 +379,4 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     reference = (tmp_path / "site" / "api.html").read_text()
     assert "token_ref" in reference
-    assert "undoes its shrinking as 1/N" in reference  # from the docstring of sima_attention
+    assert "shrinks as 1/N at other image sizes" in reference  # from the docstring of sima_attention

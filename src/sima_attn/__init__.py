@@ -12,7 +12,7 @@ from sima_attn._registration import register_with_other_libraries
 from sima_attn._version import __version__
 
 if TYPE_CHECKING:
-    from sima_attn.audit import AuditReport, assert_exp_free, audit
+    from sima_attn.auditing import AuditReport, assert_exp_free, audit
     from sima_attn.conversion import ConversionReport, convert
     from sima_attn.explain import heatmap
     from sima_attn.export.onnx import export_onnx
@@ -61,7 +61,7 @@ _HOMES = {
     "sima_attn.explain": ("heatmap",),
     "sima_attn.export.onnx": ("export_onnx",),
     "sima_attn.export.quantize": ("quantize_onnx",),
-    "sima_attn.audit": ("AuditReport", "assert_exp_free", "audit"),
+    "sima_attn.auditing": ("AuditReport", "assert_exp_free", "audit"),
 }
 
 

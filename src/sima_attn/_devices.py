@@ -1,8 +1,8 @@
-"""Which device a command runs on."""
+"""The device a command runs on."""
 
 
 def resolve_device(device: str) -> str:
-    """ "cpu" or "cuda": auto is the GPU where there is one, and one that is asked for must be there."""
+    """ "cpu" or "cuda". "auto" is the GPU if torch finds one; "cuda" raises without a GPU."""
     import torch
 
     if device == "auto":
@@ -10,5 +10,5 @@ def resolve_device(device: str) -> str:
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device must be auto, cpu or cuda, got {device!r}")
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda was asked for, but torch sees no GPU here; use --device cpu")
+        raise ValueError("device cuda is not available: torch finds no GPU; use --device cpu")
     return device

@@ -1,4 +1,4 @@
-"""How this package words its errors: what was given, what is allowed, what to do."""
+"""Errors with one wording: what was given, what is allowed, what to do."""
 
 import difflib
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ MOST_LISTED = 100
 
 
 def unknown_name(kind: str, given: object, known: Iterable[str]) -> ValueError:
-    """The error for a name that is not in a table: the known names where they are few, and those close to it."""
+    """The error for an unknown name: the known names if they are few, and the most similar ones."""
     known = sorted(known)
     few = len(known) <= MOST_LISTED
     listed = f"; known: {', '.join(known)}" if few else ""

@@ -21,7 +21,7 @@ from selenium.webdriver.support.ui import Select
 
 from serving import serving
 from sima_attn.explain.photo_model import photo_model
-from sima_attn.serve import analyzer as analyzer_module
+from sima_attn.serve import analysis
 from sima_attn.serve.app import create_app
 from sima_attn.serve.limits import Limits
 
@@ -122,18 +122,18 @@ def test_a_clicked_patch_shows_what_it_takes_and_escape_goes_back(page):
     before = pixels(page)
     view = page.find_element(By.ID, "view")
     view.click()  # its middle
-    until(page, lambda: "take away" in shown(page, "status"))
+    until(page, lambda: "negative" in shown(page, "status"))
     assert shown(page, "status").startswith("patch 1, 2: ")  # of 3 rows and 5 columns
-    assert (shown(page, "least"), shown(page, "most")) == ("takes away", "adds")
+    assert (shown(page, "least"), shown(page, "most")) == ("negative", "positive")
     effect = pixels(page)
     assert np.abs(effect - before).mean() > 3
     view.send_keys(Keys.ESCAPE)
     assert np.array_equal(pixels(page), before)
     view.send_keys(Keys.ARROW_UP, Keys.ARROW_LEFT, Keys.ENTER)
-    until(page, lambda: "take away" in shown(page, "status"))
+    until(page, lambda: "negative" in shown(page, "status"))
     assert shown(page, "status").startswith("patch 0, 1: ")
     slide(page, "layer", 1)
-    until(page, lambda: "asking" not in shown(page, "status"))
+    until(page, lambda: "analysing" not in shown(page, "status"))
     assert np.abs(pixels(page) - effect).mean() > 1
 
 
@@ -157,7 +157,7 @@ def test_a_photo_comes_in_every_way(page, tmp_path, served):
 
 
 def test_times_are_measured_at_the_chosen_size(page, monkeypatch):
-    monkeypatch.setattr(analyzer_module, "TIMED_SECONDS", 0.0)
+    monkeypatch.setattr(analysis, "TIMED_SECONDS", 0.0)
     drop_and_wait(page)
     Select(page.find_element(By.ID, "size")).select_by_visible_text("64 px")
     page.find_element(By.ID, "measure").click()
@@ -176,7 +176,11 @@ def test_the_model_is_described_before_any_photo(page):
 
 @pytest.mark.parametrize(
     ("data", "message"),
-    [(b"no image at all", "not an image"), (photo()[:60], "broken"), (b"\0" * 3 * 2**20, "larger than the 1 MiB")],
+    [
+        (b"no image at all", "not a readable"),
+        (photo()[:60], "broken"),
+        (b"\0" * 3 * 2**20, "larger than the allowed 1"),
+    ],
     ids=["text", "half a photo", "too large"],
 )
 def test_a_refused_file_is_explained_and_the_page_goes_on(chromium, served, data, message):

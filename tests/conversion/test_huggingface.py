@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from small_models import HONOURED, SILENT, VISION, build, build_clip, features, image, outputs
 
 from closeness import assert_close
 from sima_attn.conversion import convert
@@ -11,9 +12,9 @@ from sima_attn.conversion.huggingface import register, sima_for_transformers, sw
 from sima_attn.conversion.placing import converted_modules
 from sima_attn.nn import SimMultiheadAttention
 from sima_attn.ops import ExpCounter
-from small_models import HONOURED, SILENT, VISION, build, build_clip, features, image, outputs
 
 transformers = pytest.importorskip("transformers")
+
 
 @pytest.mark.parametrize("name", HONOURED)
 def test_converts_every_layer_and_comes_back(name):
@@ -171,8 +172,6 @@ def test_padding_of_the_keys_hides_no_query_of_cross_attention():
     within, _ = sima_for_transformers(converted_module("SelfAttention"), q, k, v, attention_mask=mask)
     assert (across != 0).all()
     assert (within[:, 3:] == 0).all()
-
-
 
 
 def test_where_chooses_modules_of_one_configuration():

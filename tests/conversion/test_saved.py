@@ -9,13 +9,13 @@ import sys
 
 import pytest
 import torch
+from small_models import HONOURED, TEXT, TOKENS, VISION, build, build_clip, features, image, outputs
 from torch import nn
 
 from closeness import assert_close
 from sima_attn.conversion import convert, load_pretrained
 from sima_attn.conversion.placing import converted_modules
 from sima_attn.conversion.saved import SEALS
-from small_models import HONOURED, TEXT, TOKENS, VISION, build, build_clip, features, image, outputs
 
 transformers = pytest.importorskip("transformers")
 
@@ -239,7 +239,7 @@ def test_a_converted_module_that_is_not_there_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=r"blocks\.1\.attention was converted, and there is none in this ViTModel"):
         transformers.AutoModel.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(text.replace("layers.1.attention", "layers.1.mlp"))
-    with pytest.raises(ValueError, match=r"layers\.1\.mlp cannot be converted .* does not call transformers' interface"):
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp cannot be converted .* call transformers' interface"):
         transformers.AutoModel.from_pretrained(tmp_path)
 
 
@@ -270,7 +270,7 @@ def test_a_part_that_cannot_mark_the_model_around_it_keeps_it_from_being_saved(i
     model = make()
     report = convert(part_of(model))
     model.state_dict()  # which says nothing of attentions, and never did
-    with pytest.raises(ValueError, match="was converted, or put back, without this .* and convert this model, with"):
+    with pytest.raises(ValueError, match=r"was converted, or put back, without this .* and convert this model, with"):
         model.save_pretrained(tmp_path)
     report.undo()
     model.save_pretrained(tmp_path)

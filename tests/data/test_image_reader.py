@@ -17,6 +17,7 @@ from PIL import Image
 import sima_attn
 from sima_attn.data import images
 from sima_attn.data.images import MAX_RATIO, MAX_RESIZED_RATIO, cut_ends, open_photo, read_image
+from small_runs import picture
 
 ORIENTATION = 0x0112
 # As EXIF defines them: how a camera stored the upright picture.
@@ -58,6 +59,34 @@ def test_a_photo_is_upright_whatever_its_orientation(tmp_path, orientation, kind
     expected = Image.fromarray(pixels).convert(mode).convert("RGB")
     assert np.array_equal(read_image(tmp_path / "photo"), expected)
     assert np.array_equal(read_image(io.BytesIO(data)), expected)
+
+
+@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "LA"])
+def test_other_kinds_of_images_become_rgb(tmp_path, mode):
+    picture(99, mode=mode).save(tmp_path / "0.png")
+    assert read_image(tmp_path / "0.png").mode == "RGB"
+
+
+DEEP = np.linspace(0, 65535, 320).reshape(16, 20)
+
+
+def deep_image(kind):
+    """The same ramp from black to white, in more than 8 bits."""
+    if kind in ("I;16", "I;16B"):
+        return Image.frombytes(kind, (20, 16), DEEP.astype(">u2" if kind == "I;16B" else "<u2").tobytes())
+    scaled = {"I": DEEP.astype(np.int32), "I, bytes": (DEEP / 257).astype(np.int32)}
+    scaled |= {"F": (DEEP / 65535).astype(np.float32), "F, bytes": (DEEP / 257).astype(np.float32)}
+    return Image.fromarray(scaled[kind])
+
+
+@pytest.mark.parametrize("kind", ["I;16", "I;16B", "I", "I, bytes", "F", "F, bytes"])
+def test_images_of_more_than_8_bits_are_scaled(tmp_path, kind):
+    """Not clipped, which would make them almost white."""
+    for name in ("0.tif", "0.png") if kind == "I;16" else ("0.tif",):
+        deep_image(kind).save(tmp_path / name)
+        image = read_image(tmp_path / name)
+        assert image.mode == "RGB"
+        assert np.abs(np.asarray(image) - (DEEP / 257)[..., None]).max() <= 1
 
 
 def read_by_everything(data: bytes, root: Path) -> dict[str, np.ndarray]:
@@ -158,7 +187,7 @@ def test_image_files_are_opened_in_one_place():
 def test_features_of_an_older_reader_are_not_used_again(monkeypatch):
     from sima_attn.data import open_data
     from sima_attn.data.settings import Data
-    from sima_attn.train import features
+    from sima_attn.probe import features
 
     pytest.importorskip("sklearn")
     facts = torch.nn.Identity(), open_data("digits"), Data("digits", size=8)
@@ -181,7 +210,7 @@ def header_only(width, height):
 @pytest.mark.parametrize(
     ("size", "message"),
     [
-        ((300_000, 1), "300000 x 1 pixels; the longer side may be at most 100 times the shorter one: crop it"),
+        ((300_000, 1), "300000 x 1 pixels; the longer side can be at most 100 times the shorter one: crop it"),
         ((1, 101), "1 x 101 pixels; the longer side"),
         ((15_000, 10_001), "15000 x 10001 pixels, at most 150 million are allowed: make it smaller"),
         ((60_000, 60_000), "more than 150 million pixels: make it smaller"),  # refused by Pillow
@@ -296,8 +325,8 @@ def test_a_pipe_among_images_is_named_and_left_out(pipe, monkeypatch):
 
     said = []
     assert [path.name for path, _ in images.open_photos(images.images_in(pipe.parent), say=said.append)] == ["a.png"]
-    assert said[0] == f"left out: {pipe} cannot be read as an image: it is not a regular file"
-    monkeypatch.setattr(loader, "MOST_BROKEN", 0.5)
+    assert said[0] == f"skipped: {pipe} cannot be read as an image: it is not a regular file"
+    monkeypatch.setattr(loader, "MAX_BROKEN", 0.5)
     source, said = open_data(pipe.parents[2]), []
     data, broken = Data("", size=8, workers=0), BrokenImages(source, said.append)
     ((_, labels),) = evaluation_batches(source, data, 2, device=torch.device("cpu"), broken=broken)

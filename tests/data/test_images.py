@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sima_attn.data.images import check_not_over, find_photos, images_in, open_photo, open_photos, to_rgb, unlike
+from sima_attn.data.images import check_not_over, find_photos, images_in, open_photo, open_photos, to_rgb, unique_name
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_broken_photos_among_others_are_named_and_counted(folder):
     assert [path.name for path, _ in opened] == ["b.png"]
     assert [path.name for path in seen] == ["a.JPG", "b.png"]
     assert "a.JPG cannot be read" in said[0]
-    assert said[1] == "1 of the 2 photos cannot be read and were left out"
+    assert said[1] == "skipped 1 of 2 photos, which cannot be read"
     for photos in ([folder / "a.JPG"], [folder / "a.JPG"] * 2):
         with pytest.raises(ValueError, match=r"can(not)? be read"):
             list(open_photos(photos, say=said.append))
@@ -63,12 +63,12 @@ def test_broken_photos_among_others_are_named_and_counted(folder):
 
 def test_names_that_are_taken_get_a_number_that_is_not():
     taken = []
-    assert [unlike(name, taken) for name in ("a-3", "a", "a", "a", "a-2")] == ["a-3", "a", "a-2", "a-4", "a-2-2"]
+    assert [unique_name(name, taken) for name in ("a-3", "a", "a", "a", "a-2")] == ["a-3", "a", "a-2", "a-4", "a-2-2"]
 
 
 def test_pictures_do_not_go_where_the_photos_are(folder, tmp_path_factory):
     check_not_over([folder / "b.png"], tmp_path_factory.mktemp("out"))
-    with pytest.raises(ValueError, match="written over them"):
+    with pytest.raises(ValueError, match="could overwrite them"):
         check_not_over([folder / "b.png"], folder / "x.png" / "..")
 
 

@@ -1,4 +1,4 @@
-"""COCO's files: what is used, what is left out and said, and the AP."""
+"""COCO's files: unusable records are skipped and reported, and the AP is pycocotools'."""
 
 import json
 import math
@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from PIL import Image
 from shapes import coco_folder, edit
 
-from sima_attn.detect import augment
-from sima_attn.detect.augment import Augment, cropped, flipped, resized
 from sima_attn.detect.coco import CategoryRow, coco_scores, mask_of, open_coco, run_lengths, to_results, write_results
 from sima_attn.report.rows import read_rows, write_rows
 from sima_attn.reproduce.detection import table_4
@@ -72,7 +70,7 @@ BAD = [
     ("with an empty box", {"bbox": [1, 2, 0, 5]}),
     ("whose iscrowd is neither 0 nor 1", {"iscrowd": "no"}),
     ("without a mask", {"segmentation": []}),
-    ("not the image's size", {"segmentation": {"size": [5, 5], "counts": [25]}}),
+    ("not have the image's size", {"segmentation": {"size": [5, 5], "counts": [25]}}),
     ("a polygon far outside", {"segmentation": [[0, 0, 1e9, 0, 1e9, 1e9]]}),  # pycocotools would end the process
     ("a polygon far outside", {"segmentation": [[5, 5, 30, 5, 30, 30], [1e9, 1e9, 1e9 + 9, 1e9, 1e9 + 9, 1e9 + 9]]}),
     ("a polygon far outside the image, or too long", {"segmentation": [[0, 0, 60, 60] * 20_000]}),
@@ -84,7 +82,7 @@ BAD += [
 
 
 @pytest.mark.parametrize(("reason", "change"), BAD)
-def test_a_bad_annotation_is_left_out_counted_and_named(folder, reason, change):
+def test_a_bad_annotation_is_skipped_counted_and_named(folder, reason, change):
     def spoil(content):
         for annotation in content["annotations"][:2]:  # of the first image, 72 x 96 pixels
             annotation.update(change)
@@ -92,7 +90,7 @@ def test_a_bad_annotation_is_left_out_counted_and_named(folder, reason, change):
     edit(folder, spoil)
     data, said = opened(folder)
     assert len(said) == 1
-    assert "left out 2" in said[0]
+    assert "skipped 2" in said[0]
     assert reason in said[0]
     assert "id 1" in said[0]
     assert sum(map(len, data.objects)) == 6
@@ -112,8 +110,8 @@ def test_what_is_no_record_is_left_out_and_named(folder):
     edit(folder, lambda content: (content["images"].append([11]), content["annotations"].insert(0, 5)))
     data, said = opened(folder)
     assert said == [
-        "instances_train.json: left out 1 images that are not JSON objects, the first: [11]",
-        "instances_train.json: left out 1 annotations that are not JSON objects, the first: 5",
+        "instances_train.json: skipped 1 images that are not JSON objects, the first: [11]",
+        "instances_train.json: skipped 1 annotations that are not JSON objects, the first: 5",
     ]
     assert coco_scores(data, perfect(data)).box.ap == pytest.approx(100)
 
@@ -124,7 +122,7 @@ def test_what_is_no_record_is_left_out_and_named(folder):
         ({"id": [11]}, "without an id or a file_name"),
         ({"file_name": 7}, "without an id or a file_name"),
         ({"height": 10**6, "width": 10**6}, "too many pixels"),
-        ({"height": 1, "width": 101}, "too long for their width"),
+        ({"height": 1, "width": 101}, "too large an aspect ratio"),
     ],
 )
 def test_an_image_that_cannot_be_meant_is_left_out_and_named(folder, change, reason):
@@ -132,6 +130,19 @@ def test_an_image_that_cannot_be_meant_is_left_out_and_named(folder, change, rea
     data, said = opened(folder)
     assert reason in said[0]
     assert len(data) == 3
+
+
+def test_sizes_may_be_whole_floats_and_others_are_named(folder):
+    """As pandas and some labelling tools write them."""
+    edit(folder, lambda content: [image.update(width=float(image["width"])) for image in content["images"]])
+    data, said = opened(folder)
+    assert said == []
+    assert len(data) == 4
+    assert data.read(0).size == (data.images[0]["width"], data.images[0]["height"])
+    assert data.target(0)["masks"].shape == (2, data.images[0]["height"], data.images[0]["width"])
+    edit(folder, lambda content: [image.update(width=80.5) for image in content["images"]])
+    with pytest.raises(ValueError, match=r"has no usable images; skipped 4 images without a height and a width.*id 11"):
+        opened(folder)
 
 
 @pytest.mark.parametrize("iscrowd", [None, False, 0.0])
@@ -190,7 +201,7 @@ def test_a_size_that_ignores_the_exif_orientation_is_named_with_the_reason(folde
     exif = Image.Exif()
     exif[0x0112] = 6
     Image.open(data.name(0)).save(data.name(0), exif=exif)
-    with pytest.raises(ValueError, match=r"size \(96, 72\), the annotations have \(72, 96\): they ignore its EXIF"):
+    with pytest.raises(ValueError, match=r"size is \(96, 72\), but \(72, 96\) in the annotations, which ignore"):
         data.read(0)
     edit(folder, lambda content: content["images"][0].update(width=96, height=72))
     data, _ = opened(folder)
@@ -225,7 +236,7 @@ def test_images_without_objects_are_evaluated_on_and_not_trained_on(folder):
     data, _ = opened(folder)
     with pytest.raises(ValueError, match="no object to train on"):
         data.only_trainable()
-    with pytest.raises(ValueError, match="no object on these 4 images"):
+    with pytest.raises(ValueError, match="no objects on these 4 images"):
         coco_scores(data, [])
 
 
@@ -244,12 +255,12 @@ def test_boxes_end_at_the_image_and_slivers_are_not_trained_on(folder):
     ("change", "message"),
     [
         (lambda c: c.pop("categories"), "no list of categories"),
-        (lambda c: c.update(images=[]), "has no images"),
+        (lambda c: c.update(images=[]), "has no usable images"),
         (lambda c: c["images"].append(c["images"][0]), "two images have the id 11"),
         (lambda c: c["categories"].append({"id": 3, "name": "x"}), "two categories have the same id"),
         (lambda c: c["categories"].append({"id": "x"}), "a category needs a whole number as id"),
         (lambda c: c["categories"].append({"id": [3], "name": "x"}), "a category needs a whole number as id"),
-        (lambda c: c["images"][0].update(id="11"), "some ids of images are numbers and some strings"),
+        (lambda c: c["images"][0].update(id="11"), "some image ids are numbers and some are strings"),
     ],
 )
 def test_a_file_that_cannot_be_meant_is_an_error(folder, change, message):
@@ -264,14 +275,14 @@ def test_files_that_are_not_there_are_named(folder, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"annotations/instances_test2017\.json"):
         opened(folder, "test")
     (folder / "annotations" / "instances_train.json").write_text("{")
-    with pytest.raises(ValueError, match="is no json"):
+    with pytest.raises(ValueError, match="is not JSON"):
         opened(folder)
     (folder / "annotations" / "instances_train.json").write_text("[" * 100_000)
-    with pytest.raises(ValueError, match="is no json"):
+    with pytest.raises(ValueError, match="is not JSON"):
         opened(folder)
     for file in (folder / "images").iterdir():
         file.unlink()
-    with pytest.raises(FileNotFoundError, match=r"none of the first images, e\.g\. 000055\.png"):
+    with pytest.raises(FileNotFoundError, match=r"the first images, e\.g\. 000055\.png"):
         opened(folder, "val")
 
 
@@ -281,7 +292,7 @@ def test_a_missing_file_and_a_wrong_size_are_errors_of_that_image(folder):
     Image.new("RGB", (5, 5)).save(data.name(1))
     with pytest.raises(FileNotFoundError):
         data.read(0)
-    with pytest.raises(ValueError, match=r"has the size \(5, 5\)"):
+    with pytest.raises(ValueError, match=r"its size is \(5, 5\)"):
         data.read(1)
 
 
@@ -360,69 +371,3 @@ def test_coco_mini_is_read_and_its_own_objects_score_full_marks():
     grey = [i for i in range(len(train)) if Image.open(train.name(i)).mode == "L"]
     assert len(grey) == 1
     assert train.read(grey[0]).mode == "RGB"
-
-
-def sample():
-    """A box of ones in the image, its mask and its box."""
-    image = torch.zeros(3, 40, 60, dtype=torch.uint8)
-    image[:, 10:30, 20:50] = 200
-    target = {"boxes": torch.tensor([[20.0, 10, 50, 30]]), "labels": torch.tensor([1]), "masks": (image[:1] > 0).byte()}
-    return image, target
-
-
-def assert_box_fits(image, target, slack=0.0):
-    rows, columns = np.nonzero(image[0].numpy() > 100)
-    box = [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]
-    assert target["boxes"][0].tolist() == pytest.approx(box, abs=slack)
-    rows, columns = np.nonzero(target["masks"][0].numpy())
-    assert [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1] == pytest.approx(box, abs=slack)
-
-
-def test_a_strip_stays_affordable_before_it_is_cropped(monkeypatch):
-    made, interpolate = [], augment.F.interpolate
-
-    def watched(image, size, **options):
-        made.append(max(size))
-        return interpolate(image, size=size, **options)
-
-    monkeypatch.setattr(augment.F, "interpolate", watched)
-    target = {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0), "masks": torch.zeros(0, 5, 500)}
-    Augment(crop=1.0, sides=(32, 32), longest=64, crop_sides=(20, 20), crop_size=(8, 20))(
-        torch.zeros(3, 5, 500).byte(), target
-    )
-    assert made[0] == 200  # ten times the side, and not a hundred times
-    ordinary = resized(*sample(), 80)[0]
-    assert torch.equal(resized(*sample(), 80, 800)[0], ordinary)
-
-
-def test_image_box_and_mask_move_together():
-    assert_box_fits(*sample())
-    assert_box_fits(*flipped(*sample()))
-    assert flipped(*sample())[1]["boxes"].tolist() == [[10, 10, 40, 30]]
-    assert_box_fits(*resized(*sample(), 80))
-    assert_box_fits(*cropped(*sample(), 5, 30, 20, 20))
-    assert cropped(*sample(), 5, 30, 20, 20)[1]["boxes"].tolist() == [[0, 5, 20, 20]]
-    empty = cropped(*sample(), 0, 0, 10, 20)[1]
-    assert empty["boxes"].shape == (0, 4)
-    assert resized(torch.zeros(3, 10, 20).byte(), empty, 20)[1]["masks"].shape == (0, 20, 40)
-
-
-def test_scales_are_the_recipes_and_the_longer_side_has_a_limit():
-    seen = set()
-    for seed in range(40):
-        torch.manual_seed(seed)
-        image, target = Augment(crop=0.0, sides=(64, 128), longest=150)(*sample())
-        assert_box_fits(image, target, slack=1.0)
-        seen.add(tuple(image.shape[1:]))
-    assert seen == {(64, 96), (96, 144), (100, 150)}
-
-
-def test_crops_have_the_sizes_of_the_recipe_and_keep_objects_in_place():
-    augment = Augment(flip=0.0, crop=1.0, crop_sides=(40, 40), crop_size=(30, 50), sides=(64, 64), longest=10_000)
-    for seed in range(40):
-        torch.manual_seed(seed)
-        image, target = augment(*sample())
-        assert min(image.shape[1:]) == 64
-        assert max(image.shape[1:]) <= 64 * 50 / 30 + 1
-        if len(target["boxes"]) and target["masks"].any():
-            assert_box_fits(image, target, slack=2.5)

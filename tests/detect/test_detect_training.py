@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from sima_attn import cli
 from sima_attn._settings import check, from_dict, to_dict, with_overrides
-from sima_attn.detect.predict import Detected, draw, label_place, overlap
+from sima_attn.detect.predict import Detections, detect, draw, overlap, place_caption
 from sima_attn.detect.recipes import RECIPES, DetectRecipe, named_recipe
 from sima_attn.detect.task import Detection, train_detector
 from sima_attn.detect.weights import build_detector, load_backbone, load_detector
@@ -171,7 +171,7 @@ def test_norms_and_biases_are_not_decayed(data):
 def test_other_categories_in_val_are_an_error(tmp_path):
     folder = coco_folder(tmp_path / "data")
     edit(folder, lambda content: content.update(categories=[*CATEGORIES, {"id": 9, "name": "star"}]), "val")
-    with pytest.raises(ValueError, match=r"other categories: \[\(9, 'star'\)\]"):
+    with pytest.raises(ValueError, match=r"different categories: \[\(9, 'star'\)\]"):
         task(folder)
 
 
@@ -252,8 +252,10 @@ def test_a_backbone_starts_from_a_classifiers_weights(tmp_path, data):
         load_backbone(timm.create_model(name, **{**SMALL[name], "depth": 3}), file)
     with pytest.raises(FileNotFoundError, match="there is no weight file"):
         load_backbone(classifier, tmp_path / "none.pt")
-    with pytest.raises(ValueError, match="was not written by `sima detect train`"):
-        load_detector(file)
+    torch.save([classifier.state_dict()], tmp_path / "list.pt")
+    for foreign in (file, tmp_path / "step.pt", tmp_path / "list.pt"):
+        with pytest.raises(ValueError, match="was not written by `sima detect train`"):
+            load_detector(foreign)
 
 
 def sima(*arguments, code=0):
@@ -287,7 +289,22 @@ def test_predict_draws_photos_of_a_folder_a_glob_and_a_file(run, data, tmp_path)
             assert found["mask"]["size"] == [entry["height"], entry["width"]]
     assert any(entry["objects"] for entry in told)
     into = ["detect", "predict", str(photos), "--weights", str(run[0]), "--out", str(photos), "--device", "cpu"]
-    assert "written over them" in str(CliRunner().invoke(cli.app, into).exception)
+    assert "could overwrite them" in str(CliRunner().invoke(cli.app, into).exception)
+
+
+def test_a_large_photo_is_reduced_and_the_results_are_in_its_own_pixels(run, data, monkeypatch):
+    """Enlarged six times, a photo gives the same objects, six times as large; the detector's input stays small."""
+    model = load_detector(run[0], score_threshold=0.01).model
+    small = Image.open(next((data / "images").iterdir())).convert("RGB")
+    large = small.resize((6 * small.width, 6 * small.height), Image.Resampling.NEAREST)
+    seen, forward = [], model.transform.forward
+    monkeypatch.setattr(model.transform, "forward", lambda x, y=None: seen.append(max(x[0].shape)) or forward(x, y))
+    found, expected = detect(model, large, 0.01), detect(model, small, 0.01)
+    assert max(large.size) > 500 > 2 * 96 > max(seen)
+    assert len(found.boxes) == len(expected.boxes) > 0
+    assert torch.allclose(found.boxes, 6 * expected.boxes, atol=1e-2)
+    assert found.mask_at(0, large.size).shape == (large.height, large.width)
+    assert np.array_equal(found.mask_at(0, small.size), expected.mask_at(0, small.size))
 
 
 def test_a_picture_shows_mask_box_and_label_and_leaves_the_rest(tmp_path):
@@ -295,14 +312,16 @@ def test_a_picture_shows_mask_box_and_label_and_leaves_the_rest(tmp_path):
     mask = torch.zeros(1, 150, 200, dtype=torch.bool)
     mask[0, 60:100, 50:120] = True
     boxes = torch.tensor([[50.0, 60, 120, 100]])
-    picture = np.array(draw(image, Detected(boxes, torch.tensor([2]), torch.tensor([0.874]), mask), ["square", "disc"]))
+    picture = np.array(
+        draw(image, Detections(boxes, torch.tensor([2]), torch.tensor([0.874]), mask), ["square", "disc"])
+    )
     assert picture[80, 80].any()
     assert (picture[60, 51:119] == picture[60, 60]).all()  # the upper side of the box
     assert not picture[120:, :].any()
     assert picture[30:60, 50:100].any()  # the label, above the box
     edge = torch.tensor([[0.0, 0, 199, 149]])
     whole = draw(
-        image, Detected(edge, torch.tensor([1]), torch.tensor([1.0]), mask), ["a very long name of a class", "b"]
+        image, Detections(edge, torch.tensor([1]), torch.tensor([1.0]), mask), ["a very long name of a class", "b"]
     )
     assert whole.size == (200, 150)
 
@@ -311,13 +330,13 @@ def test_labels_stay_on_the_picture_and_clear_of_each_other():
     box = (10.0, 40.0, 60.0, 90.0)
     placed = []
     for _ in range(4):
-        placed.append(label_place(box, (80, 12), (100, 110), placed))
+        placed.append(place_caption(box, (80, 12), (100, 110), placed))
         assert min(placed[-1]) >= 0
         assert placed[-1][2] <= 100
         assert placed[-1][3] <= 110
     assert not any(overlap(a, b) for i, a in enumerate(placed) for b in placed[:i])
     assert placed[0][3] == 40  # above the box first
-    assert label_place((0, 0, 5, 5), (300, 200), (100, 100), []) == (0, 0, 300, 200)
+    assert place_caption((0, 0, 5, 5), (300, 200), (100, 100), []) == (0, 0, 300, 200)
 
 
 def test_train_and_errors_on_the_command_line(data, tmp_path):

@@ -15,18 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from sima_attn._settings import check, from_dict, to_dict, with_overrides
-from sima_attn.data.crops import (
-    HUE,
-    YIQ,
-    CropBatch,
-    CropImage,
-    View,
-    blur,
-    jitter_with_hue,
-    resized_crops,
-    split_views,
-    views,
-)
+from sima_attn.data.augment import HUE, YIQ, blur, jitter_colours, random_boxes, sample_boxes
+from sima_attn.data.crops import CropBatch, CropImage, View, split_views, views
 from sima_attn.data.settings import Crops, Data
 from sima_attn.dino import task as dino
 from sima_attn.dino.recipes import DINO_RECIPES, DinoRecipe, Distill, named_dino_recipe
@@ -366,9 +356,10 @@ def test_views_follow_one_another_each_of_all_images():
 
 def test_a_crop_of_all_of_the_image_is_the_image_or_its_mirror():
     images = torch.rand(8, 3, 10, 10)
-    whole = resized_crops(images, 10, (1.7, 1.7), 0.0)  # an area larger than the image, at any ratio: all of it
+    boxes = random_boxes(images, (1.7, 1.7))  # an area larger than the image, at any ratio: all of it
+    whole = sample_boxes(images, boxes, 10, flip=0.0, padding_mode="border")
     assert torch.allclose(whole, images, atol=1e-6)
-    mirrored = resized_crops(images, 10, (1.7, 1.7), 1.0)
+    mirrored = sample_boxes(images, boxes, 10, flip=1.0, padding_mode="border")
     assert torch.allclose(mirrored, images.flip(3), atol=1e-5)
 
 
@@ -385,7 +376,7 @@ def test_blur_is_a_gaussian_and_keeps_what_is_flat():
 
 def test_hue_keeps_the_luma_and_greys():
     images = torch.rand(4, 3, 6, 6) * 0.2 + 0.4  # far from the ends, where nothing is cut off
-    turned = jitter_with_hue(images, (0.0, 0.0, 0.0, 0.1))
+    turned = jitter_colours(images, 0.0, 0.0, 0.0, 0.1)
     luma = torch.tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)
     assert torch.allclose((turned * luma).sum(1), (images * luma).sum(1), atol=1e-3)
     assert not torch.allclose(turned, images, atol=1e-3)
@@ -395,8 +386,8 @@ def test_hue_keeps_the_luma_and_greys():
     combined = torch.stack([torch.ones(()), angle.cos(), angle.sin()]) @ HUE
     assert torch.allclose(combined.view(3, 3), torch.linalg.inv(yiq) @ turn @ yiq, atol=1e-5)
     grey = torch.rand(2, 1, 5, 5).expand(2, 3, 5, 5)
-    assert torch.allclose(jitter_with_hue(grey, (0.0, 0.0, 0.5, 0.5)), grey, atol=1e-3)
-    assert torch.allclose(jitter_with_hue(images, (0.0, 0.0, 0.0, 0.0)), images, atol=1e-6)
+    assert torch.allclose(jitter_colours(grey, 0.0, 0.0, 0.5, 0.5), grey, atol=1e-3)
+    assert torch.allclose(jitter_colours(images, 0.0, 0.0, 0.0, 0.0), images, atol=1e-6)
 
 
 def test_one_pass_a_size_and_the_passes_do_not_mix():
@@ -645,7 +636,7 @@ def test_token_ref_is_the_number_of_tokens_of_a_global_crop():
 
 
 def test_token_ref_needs_sima():
-    with pytest.raises(ValueError, match="token_ref is SimA's own"):
+    with pytest.raises(ValueError, match="token_ref is for SimA attention only"):
         build_backbone(small_dino("digits", "distill.token_ref=true", "model.attention=softmax"))
 
 

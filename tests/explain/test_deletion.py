@@ -158,7 +158,7 @@ def test_a_broken_image_is_named_and_left_out(tmp_path, monkeypatch):
     subject, said = photo_model(deit(num_classes=2)), []
     with pytest.raises(ValueError, match=r"1 of 4 images cannot be read, more than 1%; the last one: .*1\.png"):
         validation_batches(subject, tmp_path, images=4)
-    monkeypatch.setattr(loader, "MOST_BROKEN", 0.5)
+    monkeypatch.setattr(loader, "MAX_BROKEN", 0.5)
     batches = validation_batches(subject, tmp_path, images=4, batch=1, say=said.append)
     assert [labels.tolist() for _, labels in batches] == [[0], [1], [1]]
     assert "broken image, skipped (1 so far)" in said[0]

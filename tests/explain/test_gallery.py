@@ -110,7 +110,7 @@ def test_a_broken_photo_is_named_counted_and_left_out(photos, tmp_path):
     for arguments in (["heatmap", photos, "--out", pictures], ["explain", "statistics", photos, "--out", numbers]):
         said = sima(*arguments, "--compare", "softmax").stderr
         assert said.count("[tall].png cannot be read as an image") == 1
-        assert "1 of the 3 photos cannot be read and were left out" in said
+        assert "skipped 1 of 3 photos, which cannot be read" in said
     assert {p.name for p in pictures.iterdir()} == {"wide.png", "square.png", "contact_sheet.png"}
     assert {row.images for row in read_rows(numbers / "statistics.csv", AttentionRow)} == {2}
     broken = photos / "[tall].png"
@@ -122,7 +122,7 @@ def test_a_broken_photo_is_named_counted_and_left_out(photos, tmp_path):
 def test_photos_are_not_written_over(photos):
     before = (photos / "wide.png").read_bytes()
     for arguments in (["heatmap", photos], ["heatmap", photos / "wide.png"]):
-        assert "written over them" in str(sima(*arguments, "--out", photos, code=1).exception)
+        assert "could overwrite them" in str(sima(*arguments, "--out", photos, code=1).exception)
     over = ["explain", "effect", photos / "wide.png", "--patch", "1,2", "--out", photos / "wide.png"]
     assert "written over the photo" in str(sima(*over, code=1).exception)
     assert (photos / "wide.png").read_bytes() == before

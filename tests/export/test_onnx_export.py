@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import sima_attn  # noqa: F401  registers the models
-from sima_attn.audit import audit
+from sima_attn.auditing import audit
 from sima_attn.conversion import convert
 from sima_attn.data.loader import evaluation_transform
 from sima_attn.export import onnx as export_module

@@ -10,7 +10,7 @@ import timm
 import torch
 
 import sima_attn  # noqa: F401  registers the models
-from sima_attn.audit import audit
+from sima_attn.auditing import audit
 from sima_attn.data.loader import evaluation_transform
 from sima_attn.export.onnx import export_onnx
 from sima_attn.export.quantize import (
@@ -268,7 +268,7 @@ def test_wrong_inputs_are_said_and_leave_no_file(fp32, int8, tmp_path):
         FileNotFoundError, match=r"has no val images: .*, nor val-\*\.tar, nor image files in it \(\.jpg"
     ):
         open_images(tmp_path, metadata_of(fp32))
-    with pytest.raises(FileNotFoundError, match="none does not exist; say with --data where it is"):
+    with pytest.raises(FileNotFoundError, match="none does not exist; set it with --data"):
         open_images(tmp_path / "none", metadata_of(fp32))
     if find_spec("sklearn"):
         with pytest.raises(ValueError, match="digits has 10 classes, the file has 2"):

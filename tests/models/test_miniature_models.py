@@ -5,7 +5,7 @@ import timm
 import torch
 
 from closeness import assert_close
-from sima_attn.audit import audit
+from sima_attn.auditing import audit
 from sima_attn.models.miniature import SIZES
 from sima_attn.nn import ATTENTIONS, SimAttention, SimClassAttention
 from sima_attn.nn.token_ref import tokens_at

@@ -227,7 +227,7 @@ def test_eval_says_so_where_a_model_has_no_weights(weights, tmp_path):
 
 @pytest.mark.parametrize("name", ["img [copy].png", "a[/b].png"])
 def test_a_broken_image_is_named_as_it_is(run, weights, tmp_path, monkeypatch, name):
-    monkeypatch.setattr(loader, "MOST_BROKEN", 0.5)
+    monkeypatch.setattr(loader, "MAX_BROKEN", 0.5)
     shutil.copytree(run[0] / "data", tmp_path / "data")
     (tmp_path / "data" / "val" / "n01" / name.replace("/", "-")).write_text("no image")
     monkeypatch.setattr("sima_attn.data.sources.ClassFolders.name", lambda self, index: name)
@@ -286,7 +286,7 @@ def photos(tmp_path):
 def test_classify_takes_files_folders_and_patterns_and_names_what_is_broken(run, photos):
     output = sima("classify", photos, "--model", run[0] / "run", "--top", 2)
     assert output.count(" %  ") == 4
-    assert "left out:" in output
+    assert "skipped:" in output
     assert "broken.png" in output
     assert all(name in output for name in ("one.png", "two.jpg"))
     assert sima("classify", photos / "*.jpg", "--model", run[0] / "run").count(" %  ") == 3  # there are three classes

@@ -218,7 +218,7 @@ import time, timm
 from sima_attn.explain.photo_model import photo_model
 from sima_attn.serve.limits import Gate, Limits, Refusal
 from sima_attn.serve.run import serve
-from sima_attn.serve.analyzer import Analyzer
+from sima_attn.serve.analysis import Analyzer
 from sima_attn.serve.run import serve
 
 def stuck(*_):

@@ -19,7 +19,7 @@ from fastapi.testclient import TestClient
 from schemathesis.checks import positive_data_acceptance
 
 from sima_attn.explain.photo_model import photo_model
-from sima_attn.serve import analyzer as analyzer_module
+from sima_attn.serve import analysis
 from sima_attn.serve.app import create_app
 from sima_attn.serve.limits import Limits
 from sima_attn.serve.photos import FORMATS
@@ -36,7 +36,7 @@ def make_app(tmp_path_factory):
     subject = photo_model(model, name="small", trained=False, size=32)
     limits = Limits(bytes=200_000, pixels=2_000_000, tokens=64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(analyzer_module, "TIMED_SECONDS", 0.0)
+        patch.setattr(analysis, "TIMED_SECONDS", 0.0)
         yield partial(create_app, subject, samples=samples, limits=limits, hosts=None)
 
 

@@ -76,7 +76,7 @@ def _remove_old_twin(folder: Path, recipe) -> None:
 
 
 def _train_twin(recipe, folder: Path, quiet: bool) -> TwinRow:
-    from sima_attn.audit import audit
+    from sima_attn.auditing import audit
     from sima_attn.models.loading import load_model
     from sima_attn.train.classify import train_classifier
 

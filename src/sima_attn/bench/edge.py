@@ -18,7 +18,7 @@ import numpy as np
 
 from sima_attn._errors import unknown_name
 from sima_attn._files import atomic_write
-from sima_attn.audit.model import audit
+from sima_attn.auditing.model import audit
 from sima_attn.export import runtimes
 from sima_attn.export.runtimes import RUNTIMES, Session, open_model
 from sima_attn.report.rows import provenance_columns

@@ -121,7 +121,7 @@ def predict_command(
     from sima_attn.detect.weights import load_detector
 
     photos = find_photos([photo])
-    loaded = load_detector(weights, score_threshold=min(threshold, 0.05))
+    loaded = load_detector(weights, score_threshold=threshold)
     loaded.model.to(resolve_device(device))
     with progress_bar() as progress:
         task = progress.add_task("photos", total=len(photos))

@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from sima_attn._devices import resolve_device
 from sima_attn.cli._shared import console, print_table, progress_bar, teller
-from sima_attn.data.images import find_photos, unlike
+from sima_attn.data.images import find_photos, unique_name
 
 if TYPE_CHECKING:
     from sima_attn.explain import PhotoModel
@@ -123,7 +123,7 @@ def statistics_command(
         for one in loaded:
             say = (lambda line: None) if rows else teller(progress.console)  # what is broken is told once
             readings = read_photos(one, files, size, say=say, on_photo=lambda path: progress.advance(task))
-            rows += attention_statistics(readings, unlike(one.name, names))
+            rows += attention_statistics(readings, unique_name(one.name, names))
     write_rows(out / "statistics.csv", rows)
     plot_statistics(rows, out / "statistics.png")
     header = ["model", "layer", "negative", "largest channel", "1/D"]

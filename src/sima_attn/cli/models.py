@@ -45,7 +45,7 @@ def audit_command(
 ) -> None:
     """Count a model's parameters, MACs and memory, and every exp-like call in it."""
     with Console(stderr=True).status(f"auditing {model}"):
-        from sima_attn.audit.model import audit_named
+        from sima_attn.auditing.model import audit_named
 
         report = audit_named(model, size)
     console.print(f"[bold]{report.name}[/bold]", highlight=False)

@@ -119,9 +119,9 @@ def knn_command(
             check_can_plot(figure)
     device = resolve_device(device)
     backbone = load_backbone(model, branch=branch)
-    taking = _Taking(model, backbone, data, size, cache, dtype, batch, workers, device)
-    train, bank = taking(backbone.model, "train")
-    val, queries = taking(backbone.model, "val")
+    extractor = FeatureExtractor(model, backbone, data, size, cache, dtype, batch, workers, device)
+    train, bank = extractor(backbone.model, "train")
+    val, queries = extractor(backbone.model, "val")
     counts = k or [count for count in (10, 20, 100, 200) if count <= len(bank.values)] or [len(bank.values)]
     with progress_bar() as bar:
         rows = knn_accuracy(
@@ -133,14 +133,14 @@ def knn_command(
             k=counts,
             temperature=temperature,
             device=device,
-            on_step=_moving(bar, "neighbours"),
+            on_step=_mover(bar, "neighbours"),
         )
     lines = [[str(r.k), f"{r.top1:.2f}", f"{r.top5:.2f}", f"{r.images}", f"{r.bank}"] for r in rows]
     print_table(TextTable(["k", "top-1", "top-5", "images", "bank"], lines, set()), title=f"k-NN of {model}")
     if out is not None:
         write_rows(out, rows)
         console.print(f"Rows: {out}", highlight=False, soft_wrap=True)
-    name, words = Path(model).name, class_words(taking.path)
+    name, words = Path(model).name, class_words(extractor.path)
     bank, queries = (f._replace(classes=[words.get(c, c) for c in f.classes]) for f in (bank, queries))
     if picture is not None:
         plot_neighbours(queries, val, bank, train, picture, device=device, title=f"Nearest neighbours under {name}")
@@ -195,11 +195,11 @@ def linear_command(
     reader: nn.Module = LayerFeatures(backbone.model, layers, norm) if features == "layers" else backbone.model
     given: dict[str, Any] = {"epochs": epochs, "lr": lr, "batch": head_batch}
     probe = replace(backbone.probe, **{name: value for name, value in given.items() if value is not None})
-    taking = _Taking(model, backbone, data, size, cache, dtype, batch, workers, device)
-    _, train = taking(reader, "train")
-    _, val = taking(reader, "val")
+    extractor = FeatureExtractor(model, backbone, data, size, cache, dtype, batch, workers, device)
+    _, train = extractor(reader, "train")
+    _, val = extractor(reader, "val")
     with progress_bar() as bar:
-        result = train_linear(train, val, probe, device=device, seed=seed, on_step=_moving(bar, "linear classifier"))
+        result = train_linear(train, val, probe, device=device, seed=seed, on_step=_mover(bar, "linear classifier"))
     width = train.values.shape[1]
     console.print(
         f"[bold]top-1 {result.top1:.2f}, top-5 {result.top5:.2f}[/bold] of {len(val.values)} images: linear on {width} "
@@ -212,8 +212,8 @@ def linear_command(
         console.print(f"Rows: {out}", highlight=False, soft_wrap=True)
 
 
-class _Taking:
-    """Takes the features of a split, or finds them where they were kept."""
+class FeatureExtractor:
+    """Extracts the features of a split, or loads those that were stored."""
 
     def __init__(
         self,
@@ -240,26 +240,27 @@ class _Taking:
         where = Path(model) if Path(model).is_dir() else Path(model).parent if Path(model).is_file() else Path("runs")
         where = where.parent if where.name == "checkpoints" else where
         self.folder = cache or where / "features"
-        self.taken: Source | None = None
+        self.previous: Source | None = None
         self.options: dict[str, Any] = {"dtype": dtype, "batch": batch, "device": device}
 
     def __call__(self, model: "nn.Module", split: str) -> "tuple[Source, Features]":
+        """A split and its features."""
         from sima_attn.data import open_data
         from sima_attn.data.sources import check_same_classes
         from sima_attn.probe.features import extract, with_workers
 
         source = open_data(self.path, split)
-        if self.taken is not None:
-            check_same_classes(self.taken, source)
-        self.taken = source
+        if self.previous is not None:
+            check_same_classes(self.previous, source)
+        self.previous = source
         data = self.data if self.workers is not None else with_workers(self.data, len(source))
         with progress_bar() as bar:
-            step = _moving(bar, f"features of {split}")
+            step = _mover(bar, f"features of {split}")
             return source, extract(
                 model, source, data, self.folder, say=teller(bar.console), on_step=step, **self.options
             )
 
 
-def _moving(bar: Any, what: str) -> Any:
+def _mover(bar: Any, what: str) -> Any:
     task = bar.add_task(what, total=None)
     return lambda done, total: bar.update(task, completed=done, total=total)

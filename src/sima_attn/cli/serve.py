@@ -16,28 +16,26 @@ app = typer.Typer()
 def serve_command(
     model: Annotated[
         str | None,
-        typer.Option(
-            help="A timm model name, NAME=WEIGHTS, a run's folder or a checkpoint; without it the shipped model."
-        ),
+        typer.Option(help="A timm model name, NAME=WEIGHTS, a run folder or a checkpoint. Default: the shipped model."),
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; the default is reached from this machine alone.")] = (
+    host: Annotated[str, typer.Option(help="Address to listen on; the default is local to this machine.")] = (
         "127.0.0.1"
     ),
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8000,
-    samples: Annotated[Path | None, typer.Option(help="Folder of photos to offer beside your own.")] = None,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 selects a free one.", min=0, max=65535)] = 8000,
+    samples: Annotated[Path | None, typer.Option(help="Folder of sample photos for the page.")] = None,
     onnx: Annotated[
         Path | None,
-        typer.Option(help="A file of `sima export`, to be run in the browser itself.", show_default=False),
+        typer.Option(help="A file of `sima export` to run in the browser.", show_default=False),
     ] = None,
     onnxruntime_web: Annotated[
         Path | None,
-        typer.Option(help="Folder of onnxruntime-web, for the same.", show_default=".tools/web, of `make browser`"),
+        typer.Option(help="Folder of onnxruntime-web, for --onnx.", show_default=".tools/web, of `make browser`"),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    queue: Annotated[int, typer.Option(help="Requests that may wait; more are turned away.", min=0)] = 16,
-    timeout: Annotated[float, typer.Option(help="Seconds a request may take.", min=1.0)] = 60.0,
+    queue: Annotated[int, typer.Option(help="Maximum number of waiting requests; more are rejected.", min=0)] = 16,
+    timeout: Annotated[float, typer.Option(help="Seconds per request.", min=1.0)] = 60.0,
 ) -> None:
-    """Serve a page on which a photo is classified and looked into."""
+    """Serve a web page that classifies photos and shows attention maps."""
     from sima_attn.serve.run import check_installed, serve
 
     check_installed()

@@ -12,7 +12,7 @@ class Mixin:
 
 
 @cache
-def with_mixin(mixin: type[Mixin], cls: type) -> type:
+def with_mixin(mixin: Any, cls: Any) -> Any:
     """The class with the mixin before it: the same one on every call, under the name of `cls`.
 
     transformers looks classes up by their name and module, so both stay.
@@ -26,6 +26,6 @@ def without_mixin(cls: type) -> type:
     return cls.__bases__[1] if issubclass(cls, Mixin) else cls
 
 
-def _new(mixin: type[Mixin], cls: type) -> Any:
-    mixed: Any = with_mixin(mixin, cls)
+def _new(mixin: Any, cls: Any) -> Any:
+    mixed = with_mixin(mixin, cls)
     return mixed.__new__(mixed)

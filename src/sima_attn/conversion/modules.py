@@ -230,7 +230,7 @@ class PvtCall(Mixin):
         return self.join(self.core(q, k, v))
 
 
-def _new_attention(old: Any, attention: str, options: dict[str, Any], mixin: type[Mixin] | None = None) -> Any:
+def _new_attention(old: Any, attention: str, options: dict[str, Any], mixin: Any = None) -> Any:
     """An attention of the width and heads of the old one, which takes over its projections."""
     cls = attention_class(attention)
     if cls.ties_qk:
@@ -238,7 +238,7 @@ def _new_attention(old: Any, attention: str, options: dict[str, Any], mixin: typ
     if mixin is not None:
         cls = with_mixin(mixin, cls)
     drop = {"attn_drop": old.attn_drop.p} if cls.can_drop_attention else {}
-    new: Any = cls(old.proj.out_features, old.num_heads, **drop, **_factory(old.proj), **options)
+    new = cls(old.proj.out_features, old.num_heads, **drop, **_factory(old.proj), **options)
     if hasattr(old, "qkv"):
         new.qkv = old.qkv
     new.proj, new.proj_drop = old.proj, old.proj_drop

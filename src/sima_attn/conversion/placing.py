@@ -86,7 +86,9 @@ def _exchange(
     model.set_submodule(path, new)
     converted = Converted(path, kind, type(new).__name__, swap.kept, swap.dropped)
     return Placement(
-        converted, partial(_check, model, path, old, new, _structure(new, old)), partial(_put_back, model, path, old, swap)
+        converted,
+        partial(_check, model, path, old, new, _structure(new, old)),
+        partial(_put_back, model, path, old, swap),
     )
 
 
@@ -109,8 +111,8 @@ def _check(model: nn.Module, path: str, old: nn.Module, new: nn.Module, structur
         raise ValueError(f"{path} is not the converted attention any more: undo what was done to it or around it first")
     if _structure(new, old) != structure:
         raise ValueError(
-            f"{path} was changed after its conversion (adapters, pruning, new layers), and the original attention would "
-            "lose that: remove it first, or keep the model converted"
+            f"{path} was changed after its conversion (adapters, pruning, new layers), and the original attention "
+            "would lose that: remove it first, or keep the model converted"
         )
 
 

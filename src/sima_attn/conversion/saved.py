@@ -7,8 +7,8 @@ imported, the Auto classes know that type, and build the model with its attentio
 - The written configuration is sealed. It has an entry that every other configuration class refuses to set, with or
   without this package, at any depth.
 - A configuration that was read names no attention that transformers knows: no other model can be built from it.
-- That of a living model names SimA as the attention of the whole model, whatever is set. Another model that has it, but
-  was not converted, raises at its first attention.
+- The configuration of a converted model in memory names SimA as the attention of the whole model. Another model that
+  was built from it, and not converted, raises at its first attention.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from copy import deepcopy
 from functools import cache, reduce
 from typing import Any, ClassVar
 
-from transformers import PreTrainedConfig
+from transformers import PretrainedConfig  # the name that older versions have too: this runs when they are imported
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 
 from sima_attn.conversion.huggingface import NAME, calls_interface, register, set_implementation, shared_config
@@ -29,7 +29,7 @@ from sima_attn.conversion.placing import CONVERTED, converted_modules, place
 
 MODEL_TYPE = "sima_attn"
 MARK = "sima_attn"  # the entry that lists the converted modules
-LIVING = "_sima_living"  # set where a converted model has this configuration
+IN_USE = "_sima_in_use"  # set where a model with converted attentions has this configuration
 # Properties of every configuration that cannot be set: an entry of that name in config.json is an error on loading.
 # In a live configuration the property hides the entry. Two, because transformers may drop one of them.
 SEALS = ("use_return_dict", "sub_configs")
@@ -46,7 +46,7 @@ class ConvertedConfig(Mixin):
 
     @property
     def _attn_implementation_internal(self) -> str:
-        return NAME if LIVING in vars(self) else SEAL
+        return NAME if IN_USE in vars(self) else SEAL
 
     @_attn_implementation_internal.setter
     def _attn_implementation_internal(self, value: str | None) -> None:
@@ -60,22 +60,23 @@ class ConvertedConfig(Mixin):
         """As of the original class, under the model type of converted models."""
         entries = super().to_dict()  # type: ignore[misc]
         entries["model_type"] = MODEL_TYPE
-        entries.pop(LIVING, None)
+        entries.pop(IN_USE, None)
         return entries
 
 
-class SavedConfig(PreTrainedConfig):
+class SavedConfig(PretrainedConfig):
     """Reads a configuration that was written under the model type "sima_attn"; gives a ConvertedConfig."""
 
     model_type = MODEL_TYPE
     original: ClassVar[Any] = None  # the class that is wanted, for a part of what was saved
 
     def __new__(cls, **entries) -> Any:
-        return cls.from_dict(entries)  # how a configuration builds those of its parts
+        """How a composite configuration builds those of its parts."""
+        return cls.from_dict(entries)
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs) -> Any:
-        """As of any configuration. Theirs would take a part for the whole, if only the part is converted."""
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs) -> Any:  # type: ignore[override]
+        """As of any configuration. The inherited one takes a part for the whole where only the part is converted."""
         entries, kwargs = cls.get_config_dict(pretrained_model_name_or_path, **kwargs)
         return cls.from_dict(entries, **kwargs)
 
@@ -91,7 +92,7 @@ class SavedConfig(PreTrainedConfig):
             marks = [(keys[1:], modules) for keys, modules in marks if keys[:1] == (key,)]
         if not marks:
             raise ValueError("this is no model that was converted to SimA: load it with from_pretrained")
-        read = (cls.original or CONFIG_MAPPING[entries["model_type"]]).from_dict(entries, **kwargs)
+        read: Any = (cls.original or CONFIG_MAPPING[entries["model_type"]]).from_dict(entries, **kwargs)
         config = read[0] if kwargs.get("return_unused_kwargs") else read
         whole: dict[tuple[str, ...], dict[str, Any]] = {(): {}}  # a ConvertedConfig too, for the Auto classes
         for keys, modules in (whole | dict(marks)).items():
@@ -111,8 +112,8 @@ class ConvertedModel(Mixin):
     def __init__(self: Any, config: Any, *args, **kwargs) -> None:
         for part in _with_sub_configs(config):
             if isinstance(part, ConvertedConfig):
-                vars(part)[LIVING] = True
-        super().__init__(config, *args, **kwargs)
+                vars(part)[IN_USE] = True
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         exchanged: dict[Any, Any] = {}
         for path, options in _listed(self).items():
             if CONVERTED not in vars(self.get_submodule(path)):  # by a part that is a ConvertedModel itself
@@ -126,7 +127,7 @@ class ConvertedModel(Mixin):
 @cache
 def converted_model_class(cls: Any) -> Any:
     """The model class that builds the converted model; its `from_pretrained` reads what was saved."""
-    mixed: Any = with_mixin(ConvertedModel, cls)
+    mixed = with_mixin(ConvertedModel, cls)
     mixed.config_class = type("SavedConfig", (SavedConfig,), {"original": cls.config_class})
     return mixed
 
@@ -171,7 +172,7 @@ def write_marks(model: Any) -> None:
         modules = {name.removeprefix(prefix): what for name, what in converted.items() if name.startswith(prefix)}
         if modules:
             _mark(part.config, modules)
-            vars(part.config)[LIVING] = True
+            vars(part.config)[IN_USE] = True
         else:
             _unmark(part.config)
         for module in part.modules():
@@ -187,8 +188,8 @@ def check_marks(model: Any) -> None:
     if converted != listed:
         wrong = next(path for path in (*converted, *listed) if converted.get(path) != listed.get(path))
         raise ValueError(
-            f"{wrong} was converted, or put back, without this {type(model).__name__} around it, so that the model would "
-            "be saved as what it is not. Undo the conversion, and convert this model, with `where` for parts of it"
+            f"{wrong} was converted, or put back, without this {type(model).__name__} around it, whose configuration "
+            "would be saved without it. Undo the conversion, and convert this model, with `where` for parts of it"
         )
 
 
@@ -232,8 +233,8 @@ def _own_paths(model: Any, modules: dict[str, Any]) -> dict[str, Any]:
             own[found[0]] = what
         elif not (saved_with_head and not hasattr(model, model.base_model_prefix) and not path.startswith(prefix)):
             raise ValueError(
-                f"{path} was converted, and there is none in this {type(model).__name__}; load the model with the class "
-                "and the version of transformers that saved it"
+                f"{path} was converted, and there is none in this {type(model).__name__}; load the model with the "
+                "class and the version of transformers that saved it"
             )
     return own
 
@@ -250,7 +251,7 @@ def _mark(config: Any, modules: dict[str, Any]) -> None:
 
 def _unmark(config: Any) -> None:
     config.__class__ = without_mixin(type(config))
-    for key in (*SEALS, MARK, LIVING):
+    for key in (*SEALS, MARK, IN_USE):
         vars(config).pop(key, None)
 
 

@@ -1,4 +1,4 @@
-"""Image files as a user gives them: found, read upright in RGB, told apart by name, never written over."""
+"""Find image files, read them as upright RGB, and name outputs without overwriting the inputs."""
 
 from __future__ import annotations
 
@@ -13,32 +13,39 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".gif", ".tif", ".tiff")
-MAX_PIXELS = 150_000_000  # 600 MB decoded, as Pillow keeps RGB in 4 bytes
-MAX_RATIO = 100  # longer side : shorter side; a file of 400 bytes may hold 300000 x 1 pixels
-MAX_RESIZED_RATIO = 10  # what is longer loses its ends before it is resized
-READER_VERSION = 2  # increase it when a file gives other pixels than before: features on disk are stored under it
+MAX_PIXELS = 150_000_000  # 600 MB decoded: Pillow stores RGB in 4 bytes
+MAX_RATIO = 100  # longer side : shorter side; a file of 400 bytes can contain 300000 x 1 pixels
+MAX_RESIZED_RATIO = 10  # longer images are cropped to this ratio before they are resized
+READER_VERSION = 2  # part of the key of cached features; increase it when the same file gives different pixels
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a file or folder is not the user's: .ipynb_checkpoints, and ._x.png and __MACOSX of macOS."""
+    """Whether a file or folder was made by a tool: .ipynb_checkpoints, and ._x.png and __MACOSX of macOS."""
     return name.startswith(".") or name == "__MACOSX"
 
 
-def images_in(folder: Path, *, deep: bool = False) -> list[Path]:
-    """The image files in a folder, and in folders in it where `deep`, in the order of their names; no hidden ones."""
-    with os.scandir(folder) as listing:  # it tells files from folders, and a million of them need not be asked
+def images_in(folder: Path, *, deep: bool = False, above: Sequence[str] = ()) -> list[Path]:
+    """The image files in a folder, sorted by name, without hidden ones; with `deep` also those in its subfolders.
+
+    Links to folders are followed. `above` holds the real paths of the parent folders, to detect a loop of links.
+    """
+    with os.scandir(folder) as listing:  # it gives the file type too, which saves a call per file
         entries = sorted((entry for entry in listing if not is_hidden(entry.name)), key=lambda entry: entry.name)
+    above = [*above, os.path.realpath(folder)]
     found: list[Path] = []
     for entry in entries:
-        if deep and entry.is_dir(follow_symlinks=False):
-            found += images_in(folder / entry.name, deep=True)
+        path = folder / entry.name
+        if deep and entry.is_dir():
+            if entry.is_symlink() and os.path.realpath(path) in above:
+                raise ValueError(f"{path} is a link to a folder that contains it; remove the link")
+            found += images_in(path, deep=True, above=above)
         elif entry.name.lower().endswith(ENDINGS) and not entry.is_dir():
-            found.append(folder / entry.name)
+            found.append(path)
     return found
 
 
 def find_photos(paths: Sequence[str | Path]) -> list[Path]:
-    """Files as they are given, the images of folders, and what patterns match that the shell has left as they are."""
+    """Expand files, folders of images, and glob patterns that the shell did not expand."""
     found: list[Path] = []
     for given in paths:
         path = Path(given)
@@ -55,22 +62,22 @@ def find_photos(paths: Sequence[str | Path]) -> list[Path]:
                 raise FileNotFoundError(f"no file matches {path}")
             found += matches
         else:
-            raise FileNotFoundError(f"there is no photo {path}; give a file, a folder of images, or a glob in quotes")
+            raise FileNotFoundError(f"there is no photo {path}; pass a file, a folder of images, or a glob in quotes")
     return found
 
 
 def read_image(file: str | Path | IO[bytes]) -> Image:
-    """An image file, by its path or opened -> RGB, upright: turned and mirrored as its EXIF orientation says.
+    """Read an image file (a path or an open file) as RGB, with its EXIF orientation applied.
 
-    All images of training, evaluation and inference are read here, so that a model sees the same pixels everywhere.
-    A file that cannot be read, is not an image, or too large a one is a ValueError that gives the reason and leaves the
-    name to the caller; a file that is missing is a FileNotFoundError.
+    Training, evaluation and inference all read images here, so that a model sees the same pixels everywhere.
+    Raises FileNotFoundError for a missing file, and ValueError for one that is unreadable, not an image, or too large;
+    the ValueError gives the reason, and the caller adds the name.
     """
     from PIL import Image, UnidentifiedImageError
 
     try:
         if isinstance(file, str | Path) and not stat.S_ISREG(os.stat(file).st_mode):
-            raise ValueError("it is not a regular file")  # opening a pipe would wait for a writer
+            raise ValueError("it is not a regular file")  # opening a pipe would block
         with Image.open(file) as image:
             check_size(*image.size)
             return to_rgb(make_upright(image))
@@ -78,41 +85,41 @@ def read_image(file: str | Path | IO[bytes]) -> Image:
         raise
     except UnidentifiedImageError:
         raise ValueError("it is not an image, or its beginning is damaged") from None
-    except Image.DecompressionBombError:  # more than Pillow allows, which is more than we do
+    except Image.DecompressionBombError:  # Pillow's limit is higher than ours
         raise ValueError(f"it has more than {MAX_PIXELS / 1e6:g} million pixels: make it smaller") from None
     except Exception as error:  # decoders raise anything on broken data
         raise ValueError(str(error) or type(error).__name__) from None
 
 
 def check_size(width: int, height: int) -> None:
-    """Raise ValueError for an image of too many pixels, or a longer side too many times the shorter one."""
+    """Raise ValueError if an image has too many pixels or too large an aspect ratio."""
     if width * height > MAX_PIXELS:
         raise ValueError(
             f"it has {width} x {height} pixels, at most {MAX_PIXELS / 1e6:g} million are allowed: make it smaller"
         )
     if max(width, height) > MAX_RATIO * min(width, height):
         raise ValueError(
-            f"it has {width} x {height} pixels; the longer side may be at most {MAX_RATIO} times the shorter one: "
+            f"it has {width} x {height} pixels; the longer side can be at most {MAX_RATIO} times the shorter one: "
             "crop it"
         )
 
 
 def make_upright(image: Image) -> Image:
-    """The same object, decoded, turned and mirrored as its EXIF orientation says."""
+    """Decode the image and apply its EXIF orientation, in place."""
     from PIL import ImageOps
 
-    image.load()  # raises where pixels are missing; what comes after concerns EXIF alone
+    image.load()  # raises if pixels are missing; errors below concern only EXIF
     try:
         ImageOps.exif_transpose(image, in_place=True)
     except MemoryError:
         raise
-    except Exception:  # damaged EXIF says nothing about the pixels
+    except Exception:  # damaged EXIF; the pixels are fine
         pass
     return image
 
 
 def stored_size(path: str | Path) -> tuple[int, int]:
-    """(width, height) of an image file as its pixels are stored, whatever its EXIF orientation says."""
+    """(width, height) of an image file as stored, without its EXIF orientation."""
     from PIL import Image
 
     with Image.open(path) as image:
@@ -120,9 +127,9 @@ def stored_size(path: str | Path) -> tuple[int, int]:
 
 
 def cut_ends(image: Image) -> Image:
-    """The image, or the middle of a very long one, for a transform that resizes it and then cuts out the middle.
+    """Crop a very long image to its middle, before a transform that resizes and center-crops it.
 
-    Resized to 224 px, 100000 x 1000 pixels would be 22400 x 224, of which the middle 224 are used.
+    100000 x 1000 pixels would be resized to 22400 x 224, of which only the middle 224 are used.
     """
     width, height = image.size
     longest = MAX_RESIZED_RATIO * min(width, height)
@@ -131,7 +138,7 @@ def cut_ends(image: Image) -> Image:
 
 
 def open_photo(path: str | Path) -> Image:
-    """A photo file -> RGB, upright; an error names the file."""
+    """Like `read_image`, with the path in error messages."""
     try:
         return read_image(path)
     except FileNotFoundError:
@@ -146,7 +153,7 @@ def open_photos(
     say: Callable[[str], object] = print,
     on_photo: Callable[[Path], object] = lambda path: None,
 ) -> Iterator[tuple[Path, Image]]:
-    """Photo after photo; one that cannot be read is named and left out, and an error where there is no other."""
+    """Open photos one by one. Unreadable ones are reported and skipped; if all are unreadable, raises ValueError."""
     broken = 0
     for path in paths:
         try:
@@ -154,7 +161,7 @@ def open_photos(
         except (ValueError, FileNotFoundError) as error:
             if len(paths) == 1:
                 raise
-            say(f"left out: {error}")
+            say(f"skipped: {error}")
             broken += 1
         else:
             yield path, photo
@@ -162,19 +169,19 @@ def open_photos(
     if broken:
         if broken == len(paths):
             raise ValueError(f"none of the {broken} photos can be read")
-        say(f"{broken} of the {len(paths)} photos cannot be read and were left out")
+        say(f"skipped {broken} of {len(paths)} photos, which cannot be read")
 
 
 def check_not_over(photos: Sequence[Path], out: Path) -> None:
-    """Raise where pictures of photos would be written into a folder that photos lie in: NAME.png may be one of them."""
+    """Raise ValueError if `out` contains one of the photos: writing NAME.png there could overwrite it."""
     if out.resolve() in {photo.resolve().parent for photo in photos}:
         raise ValueError(
-            f"the photos lie in {out}, where pictures of them may be written over them; give another --out"
+            f"the photos are in {out}, and the output could overwrite them; choose another folder with --out"
         )
 
 
-def unlike(name: str, taken: list[str]) -> str:
-    """The name, with a number where it is taken: photos of several folders, one model with several weights."""
+def unique_name(name: str, taken: list[str]) -> str:
+    """The name, with a number appended if it is in `taken`; the result is added to `taken`."""
     found, number = name, 1
     while found in taken:
         number += 1
@@ -184,11 +191,11 @@ def unlike(name: str, taken: list[str]) -> str:
 
 
 def to_rgb(image: Image) -> Image:
-    """Any image in 8-bit RGB: grey, palette and transparent ones, and those of 16 bits, whole numbers or floats.
+    """Convert any image to 8-bit RGB; transparency is dropped.
 
-    Of transparent ones the colours stay and the transparency goes. Pillow would clip 16 bits and floats at 255 and make
-    them white. Whole numbers up to 255 are taken for bytes and up to 65535 for 16 bits, floats up to 1 for shares of
-    white and up to 255 for bytes; others raise.
+    Images with 16-bit, integer or float pixels are scaled, where Pillow would clip them to white. Integers up to 255
+    are taken as 8 bits and up to 65535 as 16 bits; floats up to 1 as fractions of white and up to 255 as 8 bits. Other
+    values raise ValueError.
     """
     if not image.mode.startswith("I;16") and image.mode not in ("I", "F"):
         return image.convert("RGB")
@@ -198,12 +205,12 @@ def to_rgb(image: Image) -> Image:
     pixels = np.asarray(image)
     low, high = pixels.min(), pixels.max()
     if image.mode == "F":
-        if not (low >= 0 and high <= 255):  # so that NaN is refused too
-            raise ValueError(f"it has floats from {low:g} to {high:g}; 0 to 1 or 0 to 255 can be read: scale them")
+        if not (low >= 0 and high <= 255):  # also true for NaN
+            raise ValueError(f"it has floats from {low:g} to {high:g}; scale them to 0 to 1 or 0 to 255")
         pixels = np.rint(pixels * 255 if high <= 1 else pixels)
     else:
         if low < 0 or high > 65535:
-            raise ValueError(f"it has whole numbers from {low} to {high}; 0 to 65535 can be read: scale them")
+            raise ValueError(f"it has whole numbers from {low} to {high}; scale them to 0 to 65535")
         if image.mode != "I" or high > 255:
-            pixels = pixels >> 8  # the high byte, as Pillow takes it of 16-bit colours
+            pixels = pixels >> 8  # the high byte, as Pillow does for 16-bit colours
     return fromarray(pixels.astype(np.uint8)).convert("RGB")

@@ -1,7 +1,7 @@
-"""Batches of a source. Which samples, in which order and how varied is a function of (seed, step) alone.
+"""Batches of a source. The choice, order and augmentation of samples depend only on (seed, step).
 
-So a run that goes on needs no state of a loader: it asks for the batches from its step on, and gets those it
-would have got, whatever the number of worker processes.
+A resumed run therefore needs no loader state: it requests the batches from its step on and gets the same ones as an
+uninterrupted run, with any number of worker processes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,16 +19,22 @@ from torch.utils.data import DataLoader, Dataset
 
 from sima_attn.data.images import cut_ends
 from sima_attn.data.settings import Augment, Data
-from sima_attn.data.sources import Source
+from sima_attn.data.sources import ImageSource, Source
 from sima_attn.data.workers import Loader, useful_workers
 from sima_attn.models.preprocessing import Preprocessing
 
-SHUFFLED_TOGETHER = 8  # blocks (row groups, shards) whose samples an epoch mixes
-MOST_BROKEN = 0.01
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+SHUFFLED_TOGETHER = 8  # blocks (row groups, shards) whose samples are shuffled together
+MAX_BROKEN = 0.01  # fraction of the images
+MAX_BROKEN_IN_A_ROW = 100
+Key = tuple[int, int, int]  # epoch, position in the epoch, index
+Piece = tuple[int, np.ndarray, np.ndarray]  # epoch, positions in the epoch, indices: one forward pass of one process
 
 
 class Batch(NamedTuple):
-    """Images [B, 3, size, size], normalised floats or bytes, and labels [B], of mixtures shares of classes [B, K]."""
+    """Images [B, 3, size, size], normalised floats or bytes; labels [B], or soft targets [B, K] when mixup is on."""
 
     images: Tensor
     labels: Tensor
@@ -36,7 +42,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Share:
-    """The part of each global batch that this process takes, in `accumulate` pieces."""
+    """The part of each global batch that one process takes, split into `accumulate` pieces."""
 
     batch: int
     rank: int = 0
@@ -47,31 +53,31 @@ class Share:
         pieces = self.world * self.accumulate
         if self.batch % pieces:
             raise ValueError(
-                f"run.batch={self.batch} cannot be shared evenly: {self.world} processes x "
-                f"{self.accumulate} accumulated parts; make it a multiple of {pieces}"
+                f"run.batch={self.batch} cannot be split evenly into {self.world} processes x {self.accumulate} "
+                f"accumulation steps; make it a multiple of {pieces}"
             )
 
     @property
     def piece(self) -> int:
-        """Images of one process in one forward pass."""
+        """Images per process and forward pass."""
         return self.batch // (self.world * self.accumulate)
 
 
 def mixed_seed(*numbers: int) -> int:
-    """One 64-bit seed of several numbers, unlike those of their neighbours."""
+    """One 64-bit seed from several numbers; neighbouring numbers give unrelated seeds."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
 
 
 def seed_everything(*numbers: int) -> None:
-    """Seed torch (every device), numpy and random."""
+    """Seed torch (all devices), numpy and random."""
     seed = mixed_seed(*numbers)
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
-def epoch_order(source: Source, seed: int, epoch: int, repeats: int = 1) -> np.ndarray:
-    """Indices of an epoch [n], each `repeats` times in a row and then cut to the length of the data."""
+def epoch_order(source: ImageSource, seed: int, epoch: int, repeats: int = 1) -> np.ndarray:
+    """Shuffled indices of an epoch [n], each repeated `repeats` times, truncated to the length of the data."""
     generator = np.random.default_rng([seed, epoch])
     n = len(source)
     if source.blocks is None:
@@ -88,21 +94,21 @@ def epoch_order(source: Source, seed: int, epoch: int, repeats: int = 1) -> np.n
     return np.repeat(order, repeats)[:n] if repeats > 1 else order
 
 
-def steps_per_epoch(source: Source, share: Share) -> int:
-    """Whole batches in an epoch; the rest of the images waits for another epoch's order."""
+def steps_per_epoch(source: ImageSource, share: Share) -> int:
+    """Full batches per epoch; the remaining images are dropped from that epoch."""
     if len(source) < share.batch:
         raise ValueError(
-            f"there are {len(source)} training images, fewer than run.batch={share.batch}; make the batch smaller"
+            f"there are {len(source)} training images, fewer than run.batch={share.batch}; use a smaller batch"
         )
     return len(source) // share.batch
 
 
 def batch_indices(
-    source: Source, share: Share, seed: int, *, start: int, stop: int, repeats: int = 1
-) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """(epoch, positions in the epoch, indices) of each piece of this process, for the steps from start to stop.
+    source: ImageSource, share: Share, seed: int, *, start: int, stop: int, repeats: int = 1
+) -> Iterator[Piece]:
+    """The pieces of this process for the steps from start to stop.
 
-    The processes take turns within a batch, so that together they see what a single one would.
+    The processes interleave within a batch, so that together they see the same batch as a single process.
     """
     steps = steps_per_epoch(source, share)
     epoch, order = -1, np.empty(0, dtype=int)
@@ -116,63 +122,81 @@ def batch_indices(
             yield epoch, positions, order[positions]
 
 
-class Samples(Dataset):
-    """(epoch, position, index) -> image, label and the indices of broken images that were passed over."""
+def pieces_in_order(indices: np.ndarray, batch: int) -> Iterator[Piece]:
+    """The indices in order, `batch` at a time, for evaluation."""
+    return ((0, part, part) for part in np.split(indices, range(batch, len(indices), batch)) if len(part))
 
-    def __init__(self, source: Source, transform: Callable[[Any], Tensor], seed: int | None) -> None:
+
+class Samples(Dataset):
+    """(epoch, position, index) -> a sample, and the indices of the broken images that were skipped for it.
+
+    With a seed (training), the next readable image replaces a broken one, and the transform is seeded for each sample.
+    With seed=None (evaluation), the sample of a broken image is None.
+    """
+
+    def __init__(self, source: Any, transform: Callable[..., Any], seed: int | None) -> None:
         self.source, self.transform, self.seed = source, transform, seed
 
-    def __getitem__(self, key: tuple[int, int, int]) -> tuple[Tensor | None, int, list[int]]:
+    def __getitem__(self, key: Key) -> tuple[Any, list[int]]:
         epoch, position, index = key
         broken: list[int] = []
         while True:
             try:
                 image = self.source.read(index)
                 break
-            except Exception as error:  # whatever the decoder says: the image cannot be used
+            except Exception as error:  # decoders raise anything on broken data
                 broken.append(index)
                 reason = error
-            if self.seed is None:  # evaluation leaves it out
-                return None, 0, broken
-            if len(broken) > 100:
+            if self.seed is None:
+                return None, broken
+            if len(broken) >= min(MAX_BROKEN_IN_A_ROW, len(self.source)):
                 names = ", ".join(self.source.name(i) for i in broken[:3])
                 raise ValueError(
-                    f"a hundred images in a row cannot be read, the first ones: {names}; the last: {reason}"
+                    f"{len(broken)} images in a row cannot be read, the first ones: {names}; the last error: {reason}"
                 )
             index = (index + 1) % len(self.source)
         if self.seed is not None:
             seed_everything(self.seed, epoch, position)
-        return self.transform(image), int(self.source.labels[index]), broken
+        return self.sample(image, index), broken
+
+    def sample(self, image: Image, index: int) -> Any:
+        """The transformed image and its label."""
+        return self.transform(image), int(self.source.labels[index])
 
 
-def _collate(samples: list[tuple[Tensor | None, int, list[int]]]) -> tuple[Tensor, Tensor, list[int]]:
-    images = [image for image, _, _ in samples if image is not None]
-    labels = [label for image, label, _ in samples if image is not None]
-    broken = [index for *_, passed in samples for index in passed]
-    return torch.stack(images) if images else torch.empty(0), torch.tensor(labels, dtype=torch.long), broken
+def collate_readable(samples: list[tuple[Any, list[int]]]) -> tuple[list[Any], list[int]]:
+    """The samples of the readable images, and the indices of the broken ones."""
+    readable = [sample for sample, _ in samples if sample is not None]
+    return readable, [index for _, broken in samples for index in broken]
+
+
+def _collate_images(samples: list[tuple[Any, list[int]]]) -> tuple[Tensor, Tensor, list[int]]:
+    readable, broken = collate_readable(samples)
+    images = torch.stack([image for image, _ in readable]) if readable else torch.empty(0)
+    return images, torch.tensor([label for _, label in readable], dtype=torch.long), broken
 
 
 @dataclass
 class BrokenImages:
-    """Names each broken image once, counts them, and stops when they are too many."""
+    """Reports each broken image once, counts them, and raises when there are too many."""
 
-    source: Source
+    source: ImageSource
     say: Callable[[str], None] = print
     found: set[int] = field(default_factory=set)
 
     def add(self, indices: list[int]) -> None:
-        """Take note of samples that could not be read."""
+        """Report images that could not be read."""
         for index in sorted(set(indices) - self.found):
             self.found.add(index)
             self.say(f"broken image, skipped ({len(self.found)} so far): {self.describe(index)}")
-        if len(self.found) > MOST_BROKEN * len(self.source):
+        if len(self.found) > MAX_BROKEN * len(self.source):
             raise ValueError(
-                f"{len(self.found)} of {len(self.source)} images cannot be read, more than {MOST_BROKEN:.0%}; "
+                f"{len(self.found)} of {len(self.source)} images cannot be read, more than {MAX_BROKEN:.0%}; "
                 f"the last one: {self.describe(max(self.found))}"
             )
 
     def describe(self, index: int) -> str:
-        """The name of an image and why it cannot be read, by reading it again: workers report its index alone."""
+        """The name of an image and why it cannot be read. It is read again, because workers report only its index."""
         try:
             self.source.read(index)
         except Exception as error:
@@ -180,9 +204,9 @@ class BrokenImages:
         return self.source.name(index)
 
     def gather(self) -> None:
-        """Take note of what the other processes have found; all must call it.
+        """Report the broken images of all processes; every process must call this.
 
-        Only the first process can be heard, and each one sees no more than its share.
+        Only the first process prints, and each process reads only its share of the images.
         """
         if not (distributed.is_available() and distributed.is_initialized()):
             return
@@ -191,26 +215,21 @@ class BrokenImages:
         self.add([index for part in parts for index in part])
 
 
-class _Keys:
-    """A batch sampler from a stream of pieces; iterated once."""
-
-    def __init__(self, pieces: Iterator[tuple[int, np.ndarray, np.ndarray]]) -> None:
-        self.pieces = pieces
-
-    def __iter__(self) -> Iterator[list[tuple[int, int, int]]]:
-        for epoch, positions, indices in self.pieces:
-            yield [(epoch, int(p), int(i)) for p, i in zip(positions, indices, strict=True)]
-
-
-def batch_loader(samples: Samples, pieces: Iterator, workers: int, pin: bool) -> DataLoader:
-    """(images, labels, broken indices) of each piece."""
-    keys: Any = _Keys(pieces)
-    # A generator of its own: the loader draws a base seed, and must not draw it from the step's randomness.
+def batch_loader(
+    samples: Samples,
+    pieces: Iterator[Piece],
+    workers: int,
+    pin: bool,
+    collate: Callable[[list[Any]], Any] = _collate_images,
+) -> DataLoader:
+    """(images, labels, indices of broken images) of each piece, or what `collate` makes of its samples."""
+    keys: Any = ([(epoch, int(p), int(i)) for p, i in zip(at, which, strict=True)] for epoch, at, which in pieces)
+    # The loader draws a base seed. It has its own generator, so that it does not change the random state of the step.
     return Loader(
         samples,
         batch_sampler=keys,
         num_workers=useful_workers(workers),
-        collate_fn=_collate,
+        collate_fn=collate,
         pin_memory=pin,
         generator=torch.Generator().manual_seed(0),
     )
@@ -228,11 +247,11 @@ def training_batches(
     device: torch.device,
     broken: BrokenImages,
 ) -> Iterator[Batch]:
-    """Augmented, normalised pieces of the steps from start to stop, decoded by worker processes."""
+    """Augmented, normalised batches for the steps from start to stop, decoded by worker processes."""
     samples = Samples(source, training_transform(data, augment), seed)
     pieces = batch_indices(source, share, seed, start=start, stop=stop, repeats=augment.repeats)
-    for images, labels, passed in batch_loader(samples, pieces, data.workers, device.type == "cuda"):
-        broken.add(passed)
+    for images, labels, skipped in batch_loader(samples, pieces, data.workers, device.type == "cuda"):
+        broken.add(skipped)
         yield Batch(images.to(device, non_blocking=True), labels.to(device, non_blocking=True))
 
 
@@ -246,18 +265,17 @@ def evaluation_batches(
     rank: int = 0,
     world: int = 1,
 ) -> Iterator[Batch]:
-    """Every image of this process once, resized and cropped in the middle; broken ones left out."""
+    """Each image of this process once, resized and center-cropped; broken images are skipped."""
     samples = Samples(source, evaluation_transform(data.preprocessing), seed=None)
-    mine = np.arange(rank, len(source), world)
-    pieces = ((0, part, part) for part in np.split(mine, range(batch, len(mine), batch)) if len(part))
-    for images, labels, passed in batch_loader(samples, pieces, data.workers, device.type == "cuda"):
-        broken.add(passed)
+    pieces = pieces_in_order(np.arange(rank, len(source), world), batch)
+    for images, labels, skipped in batch_loader(samples, pieces, data.workers, device.type == "cuda"):
+        broken.add(skipped)
         if len(labels):
             yield Batch(images.to(device, non_blocking=True), labels.to(device, non_blocking=True))
 
 
 def training_transform(data: Data, augment: Augment) -> Callable[[Any], Tensor]:
-    """PIL image -> augmented tensor [3, size, size]: timm's transforms."""
+    """PIL image -> augmented, normalised tensor [3, size, size], by timm's transforms."""
     from timm.data.transforms import str_to_interp_mode
     from timm.data.transforms_factory import transforms_imagenet_train
     from torchvision import transforms
@@ -282,29 +300,29 @@ def training_transform(data: Data, augment: Augment) -> Callable[[Any], Tensor]:
             steps.append(transforms.RandomCrop(data.size, padding=augment.padding))
         first = transforms.Compose([*steps, transforms.RandomHorizontalFlip(augment.flip)])
     for step in second.transforms:
-        _keep_a_bit(step)
+        _fix_posterize(step)
     return transforms.Compose([first, second, last])
 
 
-def _keep_a_bit(step: Any) -> None:
-    """Let the posterize operations of timm's RandAugment, AugMix or AutoAugment keep a bit or more.
+def _fix_posterize(step: Any) -> None:
+    """Let the posterize operations of timm's RandAugment, AugMix or AutoAugment keep at least one bit.
 
-    With a magnitude of 10, to which noise takes that of 9 now and again, timm asks for 0 bits, which Pillow refuses.
+    At a magnitude of 10, which noise can reach from 9, timm asks for 0 bits, and Pillow raises.
     """
-    several = getattr(step, "ops", [op for ops in getattr(step, "policy", []) for op in ops])
-    for op in several:
+    operations = getattr(step, "ops", [op for ops in getattr(step, "policy", []) for op in ops])
+    for op in operations:
         if op.name.startswith("Posterize"):
-            op.level_fn = partial(_a_bit_or_more, op.level_fn)
+            op.level_fn = partial(_at_least_one_bit, op.level_fn)
 
 
-def _a_bit_or_more(bits: Callable[[float, Any], tuple[int]], level: float, settings: Any) -> tuple[int]:
+def _at_least_one_bit(bits: Callable[[float, Any], tuple[int]], level: float, settings: Any) -> tuple[int]:
     return (max(1, bits(level, settings)[0]),)
 
 
 def evaluation_transform(preprocessing: Preprocessing, *, normalize: bool = True) -> Callable[[Any], Tensor]:
-    """PIL image -> tensor [3, size, size]: shorter side resized to size / crop_ratio, then the center crop.
+    """PIL image -> tensor [3, size, size]: shorter side resized to size / crop_ratio, then center-cropped.
 
-    Normalized floats, or the bytes of the image with normalize=False.
+    The result is normalised floats, or bytes with normalize=False.
     """
     from timm.data.transforms_factory import transforms_imagenet_eval
     from torchvision import transforms

@@ -1,4 +1,4 @@
-"""Settings of a recipe that describe images: which, of what size, and how training varies them."""
+"""Recipe settings for images: path, size and augmentation."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ def _is_randaugment(configuration: str) -> bool:
 
 @dataclass(frozen=True)
 class Data:
-    """Where the images come from, and their size.
+    """Path, size and preprocessing of the images.
 
     Attributes:
         path: A folder, or "digits"; see `open_data`.
-        size: Side of the square images in pixels.
-        crop_ratio: Share of the resized image that evaluation keeps.
-        interpolation: Of every resize: bicubic or bilinear.
-        mean, std: What the channels, in [0, 1], are normalised by.
-        workers: Processes that decode. The batches do not depend on their number.
-        cache: Decode everything once, keep it on the device and augment whole batches there.
+        size: Side of the square input images in pixels.
+        crop_ratio: Fraction of the resized image that the center crop of evaluation keeps.
+        interpolation: bicubic or bilinear, for each resize.
+        mean, std: Per channel, for values in [0, 1].
+        workers: Decoding processes. The batches do not depend on their number.
+        cache: Decode all images once, keep them on the device and augment whole batches there.
     """
 
     path: str
@@ -81,19 +81,19 @@ class Data:
 
 @dataclass(frozen=True)
 class Augment:
-    """How training images are varied.
+    """Augmentation of training images.
 
     Attributes:
-        crop: "resized" takes a random part (of `scale` of the area) to full size; "padded" shifts by up to `padding`
-            pixels; "none" keeps the image.
-        flip: Probability of a mirror image.
-        color_jitter: Strength. Left out where RandAugment is on, as timm and the authors do.
-        randaugment: timm's configuration string; None is off. Not with a device cache.
-        erasing: Probability of random erasing, filled with noise.
-        repeats: Times each image occurs in a row (repeated augmentation); epochs keep their length.
-        mixup, cutmix: Their alphas; 0 is off. One draw a batch.
-        mix_prob, switch_prob: Probability of mixing at all, and of cutmix where both are on.
-        smoothing: Of the labels.
+        crop: "resized" is a random resized crop (`scale` is the range of its relative area); "padded" shifts by up to
+            `padding` pixels; "none" keeps the image.
+        flip: Probability of a horizontal flip.
+        color_jitter: Strength. Not applied when RandAugment is on, as in timm and the paper.
+        randaugment: timm's configuration string; None is off. Not supported with a device cache.
+        erasing: Probability of random erasing with noise.
+        repeats: Consecutive repetitions of each image (repeated augmentation); epochs keep their length.
+        mixup, cutmix: Their alphas; 0 is off. One draw per batch.
+        mix_prob, switch_prob: Probability of mixing, and of cutmix when both are on.
+        smoothing: Label smoothing.
     """
 
     crop: Annotated[str, one_of("resized", "padded", "none")] = "resized"
@@ -120,18 +120,18 @@ class Augment:
 
 @dataclass(frozen=True)
 class Crops:
-    """The views of an image. A global crop has the side data.size.
+    """DINO's views of an image. The side of a global crop is data.size.
 
     Attributes:
-        global_count, local_count: Crops of an image. The teacher sees the global ones, the student all.
-        global_scale, local_scale: Least and greatest share of the image's area.
+        global_count, local_count: Crops per image. The teacher sees the global ones, the student all of them.
+        global_scale, local_scale: Range of the area relative to the image.
         local_size: Side of a local crop in pixels.
-        flip: Probability of a mirror image.
-        jitter, strength: Probability of a change of colours, and how far brightness, contrast, saturation and hue go.
-        grey: Probability of a grey image.
-        blur: Probability in the first global crop, in the other global ones, in the local ones.
-        blur_sigma: Least and greatest deviation of the blur in pixels.
-        solarise: Probability in the global crops after the first.
+        flip: Probability of a horizontal flip.
+        jitter, strength: Probability of colour jitter, and its brightness, contrast, saturation and hue.
+        grey: Probability of conversion to greyscale.
+        blur: Probability of blur in the first global crop, the other global crops, and the local crops.
+        blur_sigma: Range of the sigma of the blur in pixels.
+        solarise: Probability of solarisation in the global crops after the first.
     """
 
     global_count: PositiveInt = 2

@@ -1,7 +1,7 @@
-"""Where images lie: class folders, parquet, tar shards, scikit-learn's digits. All are read by index.
+"""Image sources: class folders, parquet files, tar shards, scikit-learn's digits. All are read by index.
 
-An index is all that the rest needs to know of a sample: shuffling, sharding over processes and going on after
-a crash are then the same for every format, and depend on no state of a reader.
+Because a sample is identified by its index alone, shuffling, sharding and resuming work the same for each format and
+need no reader state.
 """
 
 from __future__ import annotations
@@ -23,56 +23,67 @@ from sima_attn.data.images import ENDINGS, images_in, is_hidden, read_image
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+MAX_UNLISTED_CLASSES = 100_000  # without class names; ImageNet-21k has 21,841 classes
 SPLITS = {"train": ("train", "training"), "val": ("val", "validation", "valid", "test")}
 COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}  # by first bytes
 
 
-class Source(ABC):
-    """Samples by index: an RGB image and a label below the number of classes.
+class ImageSource(ABC):
+    """Images by index.
 
     Attributes:
-        classes: Their names, in the order of the labels.
-        labels: Of all samples [n].
-        blocks: Sizes of neighbouring samples that are cheap to read together; None where every sample is.
+        blocks: Numbers of consecutive samples that are cheap to read together; None if the order does not matter.
     """
 
-    classes: list[str]
-    labels: np.ndarray
     blocks: list[int] | None = None
 
+    @abstractmethod
     def __len__(self) -> int:
-        return len(self.labels)
+        """Number of images."""
 
     @abstractmethod
     def name(self, index: int) -> str:
-        """What to call a sample in a message."""
+        """The name of an image in messages."""
 
     @abstractmethod
     def read(self, index: int) -> Image:
         """The image, RGB and upright. Raises if it cannot be read; the message gives the reason without the name."""
 
 
+class Source(ImageSource):
+    """Images with one label each.
+
+    Attributes:
+        classes: Class names, in the order of the labels.
+        labels: Labels of all samples [n].
+    """
+
+    classes: list[str]
+    labels: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
 def open_data(path: str | Path, split: str = "train", *, labelled: bool = True) -> Source:
-    """The images of a split ("train" or "val"), the format told from what is there.
+    """The images of a split ("train" or "val"); the format is detected from the files.
 
-    - "digits": scikit-learn's 1797 digits, a fifth of them val.
+    - "digits": scikit-learn's 1797 digits; a fifth of them is val.
     - `train/CLASS/*.jpg`, `val/CLASS/*.jpg`: class folders.
-    - `train-*.parquet`, `val-*.parquet` (or in folders train, val): Hugging Face's image and label columns.
-    - `train-*.tar`, `val-*.tar` (or in folders): webdataset shards, members NAME.jpg with NAME.cls.
+    - `train-*.parquet`, `val-*.parquet` (or inside folders train, val): Hugging Face's image and label columns.
+    - `train-*.tar`, `val-*.tar` (or inside folders): webdataset shards with members NAME.jpg and NAME.cls.
 
-    val may also be called validation, valid or test. Where `labelled` is False, for learning without labels, they may
-    be missing: images directly in train/, no column label, no member .cls. Then there are no classes, and all labels
+    val may also be named validation, valid or test. With labelled=False, for self-supervised learning, labels are
+    optional: images directly in train/, no label column, no .cls members. Then there are no classes, and all labels
     are 0.
     """
     if split not in SPLITS:
-        raise ValueError(f"split is 'train' or 'val', got {split!r}")
+        raise ValueError(f"split must be 'train' or 'val', got {split!r}")
     if str(path) == "digits":
         return Digits(split)
     root = Path(path)
     if not root.is_dir():
-        what = (
-            "is a file; give the folder it lies in" if root.exists() else "does not exist; say with --data where it is"
-        )
+        what = "is a file; pass the folder that contains it" if root.exists() else "does not exist; set it with --data"
         raise FileNotFoundError(f"the data folder {root} {what} (or use 'digits', which needs no files)")
     for alias in SPLITS[split]:
         for ending, kind in ((".parquet", Parquet), (".tar", TarShards)):
@@ -84,19 +95,19 @@ def open_data(path: str | Path, split: str = "train", *, labelled: bool = True) 
         if (root / alias).is_dir():
             return ClassFolders(root / alias, labelled)
     raise FileNotFoundError(
-        f"{root} has no {split} images: neither a folder {split}/ with one folder a class, nor {split}-*.parquet, "
+        f"{root} has no {split} images: neither a folder {split}/ with one folder per class, nor {split}-*.parquet, "
         f"nor {split}-*.tar"
     )
 
 
 def _check_regular(files: Sequence[Path]) -> None:
     wrong = [path for path in files if not path.is_file()]
-    if wrong:  # opening a pipe would wait for a writer
+    if wrong:  # opening a pipe would block
         raise ValueError(f"{few_of([str(path) for path in wrong])}: not a regular file; remove or rename it")
 
 
 def check_same_classes(train: Source, val: Source) -> None:
-    """Raise unless both splits have the same classes in the same order."""
+    """Raise ValueError unless both splits have the same classes in the same order."""
     _check_same_names("train", train.classes, "val", val.classes)
 
 
@@ -113,26 +124,30 @@ def _check_same_names(one: str | Path, names: list[str], other: str | Path, othe
 
 
 def few_of(names: Sequence[str]) -> str:
-    """The first five, and how many more there are."""
+    """The first five names, and the number of the others."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _check_labels(labels: np.ndarray, classes: Sequence[str], where: str) -> None:
+def _class_names(listed: list[str] | None, source: Source, root: Path) -> list[str]:
+    """The listed names, or the numbers up to the largest label. Raises if a label has no class."""
+    labels, last = source.labels, int(source.labels.max())
+    if listed is None and last >= MAX_UNLISTED_CLASSES:
+        raise ValueError(
+            f"{source.name(int(labels.argmax()))} has the label {last}, and there are no class names. Number the "
+            f"classes from 0 (up to {MAX_UNLISTED_CLASSES} are allowed), or list their names in {root / 'classes.txt'}"
+        )
+    classes = [str(k) for k in range(last + 1)] if listed is None else listed
     wrong = (labels < 0) | (labels >= len(classes))
     if wrong.any():
         raise ValueError(
-            f"{where} has {len(classes)} class names, but labels from {labels.min()} to {labels.max()}: "
+            f"{root} has {len(classes)} class names, but labels from {labels.min()} to {last}: "
             f"{int(wrong.sum())} labels have no class"
         )
-
-
-def _class_names(listed: list[str] | None, labels: np.ndarray) -> list[str]:
-    """Those that are listed, or the numbers up to the greatest label."""
-    return [str(k) for k in range(int(labels.max()) + 1)] if listed is None else listed
+    return classes
 
 
 def _listed_classes(root: Path) -> list[str] | None:
-    """The lines of classes.txt, up to a tab."""
+    """The names in classes.txt: each line up to its first tab."""
     listing = root / "classes.txt"
     if not listing.is_file():
         return None
@@ -144,13 +159,11 @@ def _listed_classes(root: Path) -> list[str] | None:
 def _check_once(names: Sequence[str], path: Path) -> None:
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
-        raise ValueError(
-            f"{path} lists classes more than once: {few_of(twice)}; a name stands for one label: rename or merge them"
-        )
+        raise ValueError(f"{path} lists classes more than once: {few_of(twice)}; rename or merge them")
 
 
 def class_words(root: Path | str) -> dict[str, str]:
-    """Class -> the first of its names, from the lines `class<TAB>names with commas between them` of classes.txt."""
+    """Class -> its first word, from the lines `class<TAB>word, word, ...` of classes.txt."""
     listing = Path(root) / "classes.txt"
     if not listing.is_file():
         return {}
@@ -159,7 +172,7 @@ def class_words(root: Path | str) -> dict[str, str]:
 
 
 class ClassFolders(Source):
-    """One folder a class, images at any depth in it; classes in the order of their names. Hidden ones are none."""
+    """One folder per class, sorted by name, with images at any depth. Hidden files and folders are ignored."""
 
     def __init__(self, root: Path, labelled: bool = True) -> None:
         self.root = root
@@ -170,13 +183,13 @@ class ClassFolders(Source):
             self.files = images_in(root)
         if not self.classes and not self.files:
             if not labelled:
-                raise ValueError(f"{root} holds no images ({', '.join(ENDINGS)})")
-            raise ValueError(f"{root} holds no class folders: put the images in {root}/CLASS/")
+                raise ValueError(f"{root} contains no images ({', '.join(ENDINGS)})")
+            raise ValueError(f"{root} contains no class folders: put the images in {root}/CLASS/")
         labels = [0] * len(self.files)
         for label, name in enumerate(self.classes):
             found = images_in(root / name, deep=True)
             if not found:
-                raise ValueError(f"the class folder {root / name} holds no images ({', '.join(ENDINGS)})")
+                raise ValueError(f"the class folder {root / name} contains no images ({', '.join(ENDINGS)})")
             self.files += found
             labels += [label] * len(found)
         self.labels = np.array(labels)
@@ -191,11 +204,10 @@ class ClassFolders(Source):
 class Parquet(Source):
     """Hugging Face's columns: image (a struct of bytes and path, or plain bytes) and label. Row groups are the blocks.
 
-    Labels are numbers, or names of classes that the schema or classes.txt lists. Whatever lists classes, every file and
-    classes.txt, has to list the same: else a label stands for several classes.
+    Labels are numbers, or names of classes listed in the schema or in classes.txt. All lists must be the same.
     """
 
-    KEPT_BLOCKS = 16  # row groups in memory, in each process that reads
+    KEPT_BLOCKS = 16  # row groups kept in memory, per process
 
     def __init__(self, files: Sequence[Path], root: Path, labelled: bool = True) -> None:
         try:
@@ -213,7 +225,7 @@ class Parquet(Source):
             try:
                 file = pq.ParquetFile(path)
             except (pa.ArrowException, OSError) as error:
-                raise ValueError(f"{path} is no readable parquet file: {error}") from None
+                raise ValueError(f"{path} is not a readable parquet file: {error}") from None
             for column in ["image", *(["label"] if labelled else [])]:
                 _check_one_column(file.schema_arrow.names, column, path)
             _check_image_column(file.schema_arrow.field("image").type, path)
@@ -227,7 +239,7 @@ class Parquet(Source):
                 self.groups.append((i, group))
                 self.blocks.append(file.metadata.row_group(group).num_rows)
         if not sum(self.blocks):
-            raise ValueError(f"there are no rows in {', '.join(map(str, files))}")
+            raise ValueError(f"there are no rows in {few_of([str(path) for path in files])}")
         self._starts = np.concatenate([[0], np.cumsum(self.blocks)])
         self._kept: OrderedDict[int, Any] = OrderedDict()
         if not labelled:
@@ -237,8 +249,7 @@ class Parquet(Source):
         names = None if listed is None else listed[1]
         labels = [_numbers(column, names, path, root) for column, path in zip(columns, self.files, strict=True)]
         self.labels = np.concatenate(labels)
-        self.classes = _class_names(names, self.labels)
-        _check_labels(self.labels, self.classes, str(root))
+        self.classes = _class_names(names, self, root)
 
     def _row(self, index: int) -> tuple[int, int]:
         block = int(np.searchsorted(self._starts, index, side="right")) - 1
@@ -266,53 +277,52 @@ class Parquet(Source):
 
 def _check_one_column(names: list[str], column: str, path: Path) -> None:
     if column not in names:
-        raise ValueError(f"{path} has no column {column}; it has {names}")
+        raise ValueError(f"{path} has no column {column!r}; its columns are {names}")
     if names.count(column) > 1:
-        raise ValueError(f"{path} has {names.count(column)} columns {column}; rename or remove all but one")
+        raise ValueError(f"{path} has {names.count(column)} columns {column!r}; rename or remove all but one")
 
 
 def _check_image_column(kind: Any, path: Path) -> None:
     from pyarrow import types
 
-    inside = [kind.field(i) for i in range(kind.num_fields)] if types.is_struct(kind) else []
-    twice = [name for name, count in Counter(field.name for field in inside).items() if count > 1]
-    if twice:  # pyarrow makes no dict of such a struct
+    fields = [kind.field(i) for i in range(kind.num_fields)] if types.is_struct(kind) else []
+    twice = [name for name, count in Counter(field.name for field in fields).items() if count > 1]
+    if twice:  # pyarrow cannot convert such a struct to a dict
         raise ValueError(f"the column image of {path} has several fields {few_of(twice)}; rename or remove all but one")
-    stored = next((field.type for field in inside if field.name == "bytes"), kind)
+    stored = next((field.type for field in fields if field.name == "bytes"), kind)
     if not (types.is_binary(stored) or types.is_large_binary(stored)):
         raise ValueError(
-            f"the column image of {path} is of type {kind}; encoded images are needed, as binary or as a struct with "
-            "binary in its field bytes"
+            f"the column image of {path} has the type {kind}; it must contain encoded images, as binary or as a struct "
+            "with a binary field 'bytes'"
         )
 
 
 def _numbers(column: Any, names: list[str] | None, path: Path, root: Path) -> np.ndarray:
-    """A column of labels as numbers [n]; strings are looked up in the names of the classes."""
+    """A label column as numbers [n]; strings are looked up in the class names."""
     import pyarrow as pa
 
     if column.null_count:
-        raise ValueError(f"{column.null_count} of {len(column)} rows of {path} have no label; leave them out")
+        raise ValueError(f"{column.null_count} of {len(column)} rows of {path} have no label; remove them")
     kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
         try:
             return column.cast(pa.int64()).to_numpy()
         except pa.ArrowException:  # fractions, lists
             raise ValueError(
-                f"the column label of {path} is of type {column.type}, not all whole numbers; the number or the name "
-                "of a class is needed"
+                f"the column label of {path} has the type {column.type}; it must contain class numbers or class names"
             ) from None
     words = column.to_pylist()
     if names is None:
         raise ValueError(
-            f"the column label of {path} has strings ({few_of(sorted(set(words)))}), and nothing says which number "
-            f"each stands for; write the classes into {root / 'classes.txt'}, one a line"
+            f"the column label of {path} contains strings ({few_of(sorted(set(words)))}), and there is no list of "
+            f"classes; write the class names to {root / 'classes.txt'}, one per line"
         )
     known = {name: k for k, name in enumerate(names)}
     unknown = sorted(set(words) - known.keys())
     if unknown:
         raise ValueError(
-            f"the column label of {path} has strings that are none of the {len(names)} classes ({few_of(names)}): "
-            f"{few_of(unknown)}"
+            f"the column label of {path} contains strings that are not among the {len(names)} classes "
+            f"({few_of(names)}): {few_of(unknown)}"
         )
     return np.array([known[word] for word in words], dtype=np.int64)
 
@@ -320,7 +330,7 @@ def _numbers(column: Any, names: list[str] | None, path: Path, root: Path) -> np
 def _agreed(
     listed: tuple[Path, list[str]] | None, names: list[str] | None, path: Path
 ) -> tuple[Path, list[str]] | None:
-    """The first file that lists classes, with them; raises where a later one lists others."""
+    """The first file that lists classes, and its list; raises if `path` lists different classes."""
     if names is None:
         return listed
     _check_once(names, path)
@@ -330,20 +340,20 @@ def _agreed(
 
 
 def _names_in_metadata(metadata: dict[bytes, bytes] | None) -> list[str] | None:
-    """The class names as Hugging Face notes them; None where they are missing, or noted in another way."""
+    """The class names in Hugging Face's metadata; None if there are none in that format."""
     try:
         names = json.loads((metadata or {})[b"huggingface"])["info"]["features"]["label"]["names"]
-    except (KeyError, TypeError, ValueError):  # not there, no dict on the way, no JSON
+    except (KeyError, TypeError, ValueError):  # missing, not a dict, not JSON
         return None
     return names if isinstance(names, list) and names and all(isinstance(name, str) for name in names) else None
 
 
 class TarShards(Source):
-    """webdataset shards, read in place: nothing is unpacked, so the data may be larger than the disk.
+    """webdataset shards, read in place without unpacking.
 
-    Opening walks the headers once and keeps where each image lies; a read is then one seek. Shards are the
-    blocks: an epoch goes through a few of them at a time. Labels are members NAME.cls (a number) or NAME.json
-    ({"label": number}); class names are the lines of classes.txt beside the shards, where there is one.
+    Opening reads all headers once and stores the offset of each image; a read is then one seek. Shards are the blocks:
+    an epoch goes through a few of them at a time. Labels are members NAME.cls (a number) or NAME.json
+    ({"label": number}); class names are the lines of an optional classes.txt beside the shards.
     """
 
     def __init__(self, files: Sequence[Path], root: Path, labelled: bool = True) -> None:
@@ -360,10 +370,10 @@ class TarShards(Source):
                 packed = _compression(path)
                 if packed:
                     raise ValueError(
-                        f"{path} is compressed ({packed}), and images are read in place, which needs a plain tar file: "
+                        f"{path} is compressed ({packed}); images are read in place, which needs a plain tar file: "
                         "decompress it"
                     ) from None
-                raise ValueError(f"{path} is no readable tar file: {error}") from None
+                raise ValueError(f"{path} is not a readable tar file: {error}") from None
             self.blocks.append(len(labels) - before)
         if not labels:
             kind = "images with labels (NAME.jpg with NAME.cls)" if labelled else "images"
@@ -372,8 +382,7 @@ class TarShards(Source):
         if not labelled:
             self.classes = []
             return
-        self.classes = _class_names(_listed_classes(root), self.labels)
-        _check_labels(self.labels, self.classes, str(root))
+        self.classes = _class_names(_listed_classes(root), self, root)
 
     def _index(self, i: int, shard: tarfile.TarFile, labels: list[int]) -> None:
         found: dict[str, dict[str, Any]] = {}
@@ -382,7 +391,7 @@ class TarShards(Source):
             stem, _, ending = base.partition(".")  # webdataset's rule: the key ends at the first dot
             part = _part(ending, self.labelled)
             if part is None or not stem or not (member.isfile() or member.islnk() or member.issym()):
-                continue  # no stem: the ._NAME.jpg of macOS; no file: a folder, whatever its name is
+                continue  # no stem: ._NAME.jpg of macOS; not a file: a folder with such a name
             where = f"{member.name} in {self.files[i]}"
             sample = found.setdefault(f"{folder}/{stem}", {})
             if part == "more":
@@ -393,7 +402,7 @@ class TarShards(Source):
                     f"{where} is the second {part} of {stem}; a sample has one image and one label: rename or remove it"
                 )
             if not member.isfile():
-                raise ValueError(f"{where} is a link, and images are read in place: pack the file it stands for")
+                raise ValueError(f"{where} is a link; images are read in place: pack the file itself")
             if part == "image":
                 sample[part] = (i, member.name, member.offset_data, member.size)
             else:
@@ -404,15 +413,15 @@ class TarShards(Source):
             if "image" not in sample:
                 if "more" in sample:
                     raise ValueError(
-                        f"{sample['more']} has dots in its name: the key of a sample ends at the first one, and {key} "
+                        f"{sample['more']} has dots in its name: the key of a sample ends at the first dot, and {key} "
                         "has no image; rename it"
                     )
                 continue
             given = {sample[part] for part in ("cls", "json") if part in sample}
             if self.labelled and not given:
-                raise ValueError(f"{key} in {self.files[i]} has no label: a member .cls or .json is missing")
+                raise ValueError(f"{key} in {self.files[i]} has no label: add a member .cls or .json")
             if len(given) > 1:
-                raise ValueError(f"{key} in {self.files[i]} has one label in .cls and another in .json; remove one")
+                raise ValueError(f"{key} in {self.files[i]} has different labels in .cls and .json; remove one")
             self.members.append(sample["image"])
             labels.append(given.pop() if given else 0)
 
@@ -428,7 +437,7 @@ class TarShards(Source):
 
 
 def _part(ending: str, labelled: bool) -> str | None:
-    """What a member is to its sample: image, cls, json, more (NAME.mask.png beside NAME.jpg), or nothing."""
+    """The role of a member in its sample: image, cls, json, more (NAME.mask.png beside NAME.jpg), or None."""
     if ending in ("cls", "json"):
         return ending if labelled else None
     _, dot, last = ending.lower().rpartition(".")
@@ -436,13 +445,13 @@ def _part(ending: str, labelled: bool) -> str | None:
 
 
 def _check_end(shard: tarfile.TarFile, path: Path) -> None:
-    """Raise unless a block of zeros is where reading stopped: tarfile takes half a header, or none, for the end too."""
+    """Raise unless reading stopped at a block of zeros: tarfile also accepts a missing or partial header as the end."""
     with open(path, "rb") as file:
         file.seek(shard.offset)
         if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
             raise ValueError(
-                f"{path} is cut off or damaged at byte {shard.offset}: neither a member nor the end of a tar file, a "
-                "block of zeros, is there; copy or pack it again"
+                f"{path} is cut off or damaged at byte {shard.offset}: there is neither a member nor the end of the "
+                "archive; copy or pack it again"
             )
 
 
@@ -456,11 +465,11 @@ def _label(text: bytes, ending: str, where: str) -> int:
     try:
         return int(text) if ending == "cls" else int(json.loads(text)["label"])
     except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{where} holds no label: {text[:40]!r}; a number is needed") from None
+        raise ValueError(f"{where} contains {text[:40]!r} instead of a label; it must be a whole number") from None
 
 
 class Digits(Source):
-    """scikit-learn's digits, 8 x 8, in RGB; every fifth sample of each class is val."""
+    """scikit-learn's digits, 8 x 8, as RGB; every fifth sample of each class is val."""
 
     def __init__(self, split: str) -> None:
         try:
@@ -470,7 +479,7 @@ class Digits(Source):
                 "the digits need scikit-learn, which is not installed: pip install 'sima-attn[data]'"
             ) from None
         images, labels = load_digits(return_X_y=True)
-        rank = np.empty(len(labels), dtype=int)  # of each sample within its class
+        rank = np.empty(len(labels), dtype=int)  # position of each sample within its class
         for label in range(10):
             mine = np.flatnonzero(labels == label)
             rank[mine] = np.arange(len(mine))

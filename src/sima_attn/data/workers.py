@@ -1,4 +1,4 @@
-"""Processes that decode images: they run under a long TMPDIR, and finish the step in progress when a run is stopped."""
+"""Data loader workers that work under a long TMPDIR and keep running until a stopped run has finished its step."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
-# characters; a worker opens TEMP_DIR/pymp-12345678/listener-12345678, and a socket's path has 104
+# characters; a worker opens TEMP_DIR/pymp-12345678/listener-12345678, and a socket path can have 104
 LONGEST_TEMP_DIR = 70
 
 
 def useful_workers(workers: int) -> int:
-    """As many processes as were asked for, at most one a core; batches do not depend on their number."""
+    """The requested number of workers, at most one per core; batches do not depend on it."""
     return min(workers, os.cpu_count() or 1)
 
 
 def shorten_temp_dir() -> None:
-    """Move the temporary folder of a worker process to /tmp where its path is too long for a socket.
+    """Use /tmp as the temporary folder of a worker process if the path is too long for a socket.
 
-    Batches reach the main process through a socket in that folder. A thread of the worker opens it: when that
-    fails, the main process gets neither a batch nor an error and waits forever.
+    Workers send batches through a socket in that folder. A worker thread opens it: if that fails, the main process
+    gets neither a batch nor an error and waits forever.
     """
     if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TEMP_DIR:
         tempfile.tempdir = "/tmp"
 
 
 class Loader(DataLoader):
-    """A loader whose workers run under a long TMPDIR, and go on when the whole process group is signalled.
+    """DataLoader whose workers work under a long TMPDIR and ignore signals to the whole process group.
 
-    The step in progress needs them.
+    The step in progress still needs their batches.
     """
 
     def __init__(self, samples: Dataset, **options: Any) -> None:
@@ -52,11 +52,11 @@ def _start_worker(worker: int) -> None:
 
 @contextmanager
 def termination_blocked() -> Iterator[None]:
-    """Start within it the processes that call `leave_signals_to_parent`: all their threads have SIGTERM blocked.
+    """Context for starting processes that call `leave_signals_to_parent`: SIGTERM is blocked in all their threads.
 
-    Libraries start threads in a forked process before any code of ours runs in it.
+    Libraries start threads in a forked process before our code runs in it, so the mask must be inherited.
     """
-    if not hasattr(signal, "sigwaitinfo"):  # macOS does not say who sent a signal
+    if not hasattr(signal, "sigwaitinfo"):  # on macOS the sender of a signal is unknown
         yield
         return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
@@ -67,9 +67,9 @@ def termination_blocked() -> Iterator[None]:
 
 
 def leave_signals_to_parent(worker: int = 0) -> None:
-    """Let a data worker go on when its whole process group is signalled: the step in progress needs it.
+    """Make a data worker ignore signals that are sent to its whole process group.
 
-    It still ends when its parent terminates it, and soon after its parent has ended.
+    It still stops when its parent terminates it, and shortly after its parent has exited.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):

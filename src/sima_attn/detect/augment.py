@@ -1,35 +1,35 @@
-"""Training images of a detector: flipped, at one of several scales, half of them a crop first.
+"""Augmentation of detection training images: random flip, random crop, random size, by torchvision.
 
-An image is [3, height, width] of bytes; a target has boxes [n, 4] (x0, y0, x1, y1), labels [n] and masks
-[n, height, width]. Randomness is torch's, so a seed fixes it.
+An image is [3, height, width] as bytes. A target has boxes [n, 4] (x0, y0, x1, y1), labels [n] and masks
+[n, height, width]. All draws come from torch's generator, so a seed fixes them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sima_attn._settings import PositiveInt, Probability, Range
 from sima_attn.data.images import MAX_RESIZED_RATIO
 
 Target = dict[str, Tensor]
-LEAST_SIDE = 1.0  # pixels; what a crop leaves of a box may be less, and then goes
+MIN_SIDE = 1.0  # pixels; cropped boxes that are smaller are removed
 
 
 @dataclass(frozen=True)
 class Augment:
-    """How training images are varied; lengths in pixels.
+    """Augmentation settings; lengths are in pixels.
 
     Attributes:
-        flip: Probability of a mirror image.
-        sides: Least and greatest shorter side; one of them or of those in between, in steps of 32.
-        longest: The most that the longer side may have.
-        crop: Probability of the crop branch: first to one of `crop_sides`, and of that a crop.
-        crop_sides: Least and greatest shorter side before the crop, in steps of 100.
-        crop_size: Least and greatest side of a crop.
+        flip: Probability of a horizontal flip.
+        sides: Range of the shorter side after augmentation, in steps of 32.
+        longest: Maximum of the longer side; it takes precedence over `sides`.
+        crop: Probability of a random crop before the final resize.
+        crop_sides: Range of the shorter side before that crop, in steps of 100.
+        crop_size: Range of the sides of the crop.
     """
 
     flip: Probability = 0.5
@@ -47,59 +47,42 @@ class Augment:
             )
 
     def __call__(self, image: Tensor, target: Target) -> tuple[Tensor, Target]:
-        """An image and its target, varied."""
+        """Augment an image and its target."""
+        from torchvision import tv_tensors  # heavy, and recipes import this module
+        from torchvision.transforms.v2 import functional as F
+
+        boxes = tv_tensors.BoundingBoxes(target["boxes"], format="XYXY", canvas_size=image.shape[1:])
+        sample: list[Tensor] = [tv_tensors.Image(image), boxes, tv_tensors.Mask(target["masks"])]
+        labels = target["labels"]
         if torch.rand(()) < self.flip:
-            image, target = flipped(image, target)
+            sample = [F.horizontal_flip(x) for x in sample]
         if torch.rand(()) < self.crop:
-            side = _one_of(self.crop_sides, 100)
-            image, target = resized(image, target, side, MAX_RESIZED_RATIO * side)  # a strip stays affordable
-            least, most = self.crop_size
-            height, width = (_between(min(side, least), min(side, most)) for side in image.shape[1:])
-            top, left = _between(0, image.shape[1] - height), _between(0, image.shape[2] - width)
-            image, target = cropped(image, target, top, left, height, width)
-        return resized(image, target, _one_of(self.sides, 32), self.longest)
+            side = _choose(self.crop_sides, 100)
+            sample = resize(sample, side, MAX_RESIZED_RATIO * side)  # limits the size of very long images
+            sizes = [_randint(*(min(side, end) for end in self.crop_size)) for side in sample[0].shape[1:]]
+            corner = [_randint(0, side - size) for side, size in zip(sample[0].shape[1:], sizes, strict=True)]
+            image, boxes, masks = (F.crop(x, *corner, *sizes) for x in sample)
+            boxes, kept = F.sanitize_bounding_boxes(boxes, min_size=MIN_SIDE)
+            sample, labels = [image, boxes, tv_tensors.Mask(masks[kept])], labels[kept]  # indexing drops the type
+        image, boxes, masks = (x.as_subclass(Tensor) for x in resize(sample, _choose(self.sides, 32), self.longest))
+        return image, {"boxes": boxes, "labels": labels, "masks": masks}
 
 
-def flipped(image: Tensor, target: Target) -> tuple[Tensor, Target]:
-    """Left and right exchanged."""
-    x0, y0, x1, y1 = target["boxes"].unbind(1)
-    boxes = torch.stack([image.shape[2] - x1, y0, image.shape[2] - x0, y1], dim=1)
-    return image.flip(2), {**target, "boxes": boxes, "masks": target["masks"].flip(2)}
+def resize(sample: Sequence[Tensor], side: int, longest: int) -> list[Tensor]:
+    """Resize image, boxes and masks to a shorter side of `side`, or less if the longer side would exceed `longest`."""
+    from torchvision.transforms.v2 import functional as F
+
+    height, width = sample[0].shape[1:]
+    scale = min(side / min(height, width), longest / max(height, width))
+    size = [max(1, round(height * scale)), max(1, round(width * scale))]
+    # No antialiasing, as in the evaluation of torchvision's detectors.
+    return [F.resize(x, size, antialias=False) for x in sample]
 
 
-def resized(image: Tensor, target: Target, side: int, longest: int | None = None) -> tuple[Tensor, Target]:
-    """The shorter side brought to `side`, or to less where the longer one would pass `longest`."""
-    height, width = image.shape[1:]
-    scale = side / min(height, width)
-    if longest is not None:
-        scale = min(scale, longest / max(height, width))
-    size = (max(1, round(height * scale)), max(1, round(width * scale)))
-    if size == (height, width):
-        return image, target
-    # Bilinear without smoothing: what evaluation does.
-    scaled = F.interpolate(image[None].float(), size=size, mode="bilinear", align_corners=False)[0]
-    masks = target["masks"].new_zeros(0, *size)
-    if len(target["masks"]):
-        masks = F.interpolate(target["masks"][:, None], size=size, mode="nearest")[:, 0]
-    factors = torch.tensor([size[1] / width, size[0] / height]).repeat(2)
-    return scaled.round().to(image.dtype), {**target, "boxes": target["boxes"] * factors, "masks": masks}
-
-
-def cropped(image: Tensor, target: Target, top: int, left: int, height: int, width: int) -> tuple[Tensor, Target]:
-    """A part of the image; objects outside it go, those across its border are cut."""
-    window = (slice(top, top + height), slice(left, left + width))
-    boxes = target["boxes"] - torch.tensor([left, top, left, top])
-    limits = torch.tensor([width, height, width, height])
-    boxes = torch.minimum(boxes.clamp(min=0), limits)
-    kept = ((boxes[:, 2:] - boxes[:, :2]) >= LEAST_SIDE).all(dim=1)
-    masks = target["masks"][kept][:, *window]
-    return image[:, *window], {**target, "boxes": boxes[kept], "labels": target["labels"][kept], "masks": masks}
-
-
-def _between(low: int, high: int) -> int:
+def _randint(low: int, high: int) -> int:
     return int(torch.randint(low, high + 1, ()))
 
 
-def _one_of(ends: tuple[int, int], step: int) -> int:
+def _choose(ends: tuple[int, int], step: int) -> int:
     sides = [*range(ends[0], ends[1], step), ends[1]]
-    return sides[_between(0, len(sides) - 1)]
+    return sides[_randint(0, len(sides) - 1)]

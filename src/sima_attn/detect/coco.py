@@ -1,7 +1,7 @@
-"""COCO's files: images and objects in, results and AP out. pycocotools draws the masks and computes the AP.
+"""Read COCO annotations, write COCO results, compute AP. pycocotools decodes the masks and computes the AP.
 
-Annotations that cannot be used are left out, counted by reason and named. Crowds are not trained on; the AP knows
-them as regions to ignore. Shapes: n objects; boxes (x0, y0, x1, y1) here, (x, y, width, height) in the files.
+Unusable annotations are skipped and reported by reason. Crowds are not trained on; the AP treats them as regions to
+ignore. Shapes: n objects; boxes are (x0, y0, x1, y1) here and (x, y, width, height) in the files.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from torch import Tensor
 
 from sima_attn._files import atomic_write
 from sima_attn.data.images import check_size, read_image, stored_size
+from sima_attn.data.sources import ImageSource
 
-# Where the files of a split lie: COCO's own folders first.
+# Locations of the files of a split, in order of preference.
 ANNOTATION_FILES = (
     "annotations/instances_{split}2017.json",
     "annotations/instances_{split}.json",
@@ -33,48 +34,46 @@ ANNOTATION_FILES = (
     "{split}/_annotations.coco.json",
 )
 IMAGE_FOLDERS = ("{split}2017", "images/{split}2017", "{split}", "images/{split}", "images", ".")
-LEAST_SIDE = 1.0  # pixels, of a box to train on
-MAX_OUTLINE = 2_000_000  # pixels of a polygon's length; pycocotools takes about 100 bytes for each
-CODE = re.compile("(?:[P-o]{0,5}[0-O])+")  # numbers of a run-length code: digits with a successor, and the last one
+MIN_SIDE = 1.0  # pixels, of a box to train on
+MAX_OUTLINE = 2_000_000  # pixels, length of a polygon; pycocotools uses about 100 bytes per pixel
+RLE = re.compile("(?:[P-o]{0,5}[0-O])+")  # a compressed run-length code: continued digits, then the last digit
 KINDS = {"box": "bbox", "mask": "segm"}
 
 
 def check_pycocotools() -> None:
-    """Say what is missing before a long run, not after it."""
+    """Raise before a long run if pycocotools is not installed."""
     try:
         import pycocotools  # noqa: F401
     except ImportError:
         raise ValueError("this needs pycocotools, which is not installed: pip install 'sima-attn[detection]'") from None
 
 
-@dataclass
-class LeftOut:
-    """Why records of a file are not used: how many, and the first one."""
+class SkippedRecords:
+    """Counts skipped records of a file by reason, and keeps the first of each."""
 
-    reasons: dict[str, tuple[int, str]]
+    def __init__(self) -> None:
+        self.reasons: dict[str, tuple[int, str]] = {}
 
     def add(self, reason: str, record: Any) -> None:
-        """Take note of a record."""
+        """Count a record."""
         name = f"id {record.get('id', 'none')!s:.40}" if isinstance(record, dict) else f"{record!s:.40}"
         count, first = self.reasons.get(reason, (0, name))
         self.reasons[reason] = (count + 1, first)
 
     def lines(self) -> list[str]:
-        """A line a reason."""
-        return [f"left out {count} {reason}, the first: {first}" for reason, (count, first) in self.reasons.items()]
+        """One line per reason."""
+        return [f"skipped {count} {reason}, the first: {first}" for reason, (count, first) in self.reasons.items()]
 
 
-class CocoData:
-    """The images of one split and what is on them.
+class CocoData(ImageSource):
+    """The images of one split and their objects.
 
     Attributes:
         images: Records of the file: id, file_name, height, width.
-        objects: For each image its annotations, crowds among them.
-        classes: Names; label k stands for classes[k - 1]. The ids of the categories may have gaps.
-        category_ids: Of the classes.
+        objects: The annotations of each image, including crowds.
+        classes: Class names; label k is classes[k - 1]. The category ids may have gaps.
+        category_ids: The category id of each class.
     """
-
-    blocks = None  # any image can be read at any time
 
     def __init__(
         self,
@@ -98,7 +97,7 @@ class CocoData:
         return dict(zip(self.category_ids, self.classes, strict=True))
 
     def name(self, index: int) -> str:
-        """Where an image lies."""
+        """The path of an image."""
         return str(self.folder / self.images[index]["file_name"])
 
     def read(self, index: int) -> Image:
@@ -106,39 +105,39 @@ class CocoData:
         record = self.images[index]
         image, annotated = read_image(self.name(index)), (record["width"], record["height"])
         if image.size != annotated:
-            message = f"it has the size {image.size}, the annotations have {annotated}"
+            message = f"its size is {image.size}, but {annotated} in the annotations"
             if stored_size(self.name(index)) == annotated:
                 message += (
-                    ": they ignore its EXIF orientation, with which it is upright; annotate the upright image, or "
-                    "remove the orientation from the file"
+                    ", which ignore its EXIF orientation; annotate the upright image, or remove the orientation from "
+                    "the file"
                 )
             raise ValueError(message)
         return image
 
     def target(self, index: int) -> dict[str, Tensor]:
-        """Boxes [n, 4], labels [n] and masks [n, height, width] of what an image can be trained on."""
+        """Boxes [n, 4], labels [n] and masks [n, height, width] of the objects to train on."""
         record = self.images[index]
         height, width = record["height"], record["width"]
-        mine = [a for a in self.objects[index] if is_trainable(a, width, height)]
-        boxes = torch.tensor([corners(a["bbox"], width, height) for a in mine]).reshape(-1, 4)
-        masks = np.stack([mask_of(a, height, width) for a in mine]) if mine else np.zeros((0, height, width), np.uint8)
-        labels = torch.tensor([self.labels[a["category_id"]] for a in mine], dtype=torch.long)
+        used = [a for a in self.objects[index] if is_trainable(a, width, height)]
+        boxes = torch.tensor([corners(a["bbox"], width, height) for a in used], dtype=torch.float).reshape(-1, 4)
+        masks = np.stack([mask_of(a, height, width) for a in used]) if used else np.zeros((0, height, width), np.uint8)
+        labels = torch.tensor([self.labels[a["category_id"]] for a in used], dtype=torch.long)
         return {"boxes": boxes, "labels": labels, "masks": torch.from_numpy(masks)}
 
     def only_trainable(self) -> CocoData:
-        """The images that have an object to train on."""
+        """Only the images with an object to train on."""
         kept = [
             i
             for i, image in enumerate(self.images)
             if any(is_trainable(a, image["width"], image["height"]) for a in self.objects[i])
         ]
         if not kept:
-            raise ValueError(f"{self.file} has no object to train on: every image is empty, or has crowds alone")
+            raise ValueError(f"{self.file} has no object to train on: all images are empty or have only crowds")
         images, objects = [self.images[i] for i in kept], [self.objects[i] for i in kept]
         return CocoData(self.file, self.folder, images, objects, self.categories)
 
     def ground_truth(self) -> Any:
-        """A pycocotools COCO of these annotations, areas filled in where the file has none."""
+        """These annotations as pycocotools' COCO; missing areas are computed from the masks."""
         check_pycocotools()
         from pycocotools.coco import COCO
 
@@ -158,7 +157,7 @@ class CocoData:
 
 
 def open_coco(path: str | Path, split: str, say: Callable[[str], None] = print) -> CocoData:
-    """A split of a folder in COCO's format; what cannot be used is left out and said."""
+    """A split of a folder in COCO's format; unusable records are skipped and reported by `say`."""
     root = Path(path)
     if not root.is_dir():
         raise FileNotFoundError(f"there is no folder {root}")
@@ -166,30 +165,30 @@ def open_coco(path: str | Path, split: str, say: Callable[[str], None] = print) 
     file = next((file for file in files if file.is_file()), None)
     if file is None:
         tried = ", ".join(pattern.format(split=split) for pattern in ANNOTATION_FILES)
-        raise FileNotFoundError(f"{root} has no annotations of the split {split!r}; looked for {tried}")
+        raise FileNotFoundError(f"{root} has no annotations for the split {split!r}; looked for {tried}")
     content = read_json(file)
-    left_out = LeftOut({})
+    skipped = SkippedRecords()
     categories = _categories(content, file)
-    images = _images(content, file, left_out)
+    images = _images(content, file, skipped)
     folder = _image_folder(root, split, images)
     places = {image["id"]: i for i, image in enumerate(images)}
     objects: list[list[dict[str, Any]]] = [[] for _ in images]
     known = {category["id"] for category in categories}
     for annotation in content["annotations"]:
         if not isinstance(annotation, dict):
-            left_out.add("annotations that are not JSON objects", annotation)
+            skipped.add("annotations that are not JSON objects", annotation)
             continue
         image_id = annotation.get("image_id")
         place = places.get(image_id) if _is_id(image_id) else None
         if place is None:
-            left_out.add("annotations of an image that is not in the file", annotation)
+            skipped.add("annotations of an image that is not in the file", annotation)
             continue
         reason, usable = _checked(annotation, images[place], known)
         if reason:
-            left_out.add(f"annotations {reason}", annotation)
+            skipped.add(f"annotations {reason}", annotation)
         else:
             objects[place].append(usable)
-    for line in left_out.lines():
+    for line in skipped.lines():
         say(f"{file.name}: {line}")
     return CocoData(file, folder, images, objects, categories)
 
@@ -199,7 +198,7 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text())
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, too many digits, too deep
-        raise ValueError(f"{file} is no json: {error}") from error
+        raise ValueError(f"{file} is not JSON: {error}") from error
     missing = [
         key
         for key in ("images", "annotations", "categories")
@@ -218,35 +217,35 @@ def _categories(content: dict[str, Any], file: Path) -> list[dict[str, Any]]:
         if not isinstance(c, dict) or "name" not in c or not _is_id(c.get("id")) or isinstance(c["id"], str)
     ]
     if wrong or not categories:
-        given = wrong[0] if wrong else "no category"
-        raise ValueError(f"{file}: a category needs a whole number as id and a name, got {given}")
+        given = wrong[0] if wrong else "none"
+        raise ValueError(f"{file}: a category needs a whole number as id, and a name; got {given}")
     if len({c["id"] for c in categories}) != len(categories):
         raise ValueError(f"{file}: two categories have the same id")
     return sorted(categories, key=lambda category: category["id"])
 
 
-def _images(content: dict[str, Any], file: Path, left_out: LeftOut) -> list[dict[str, Any]]:
+def _images(content: dict[str, Any], file: Path, skipped: SkippedRecords) -> list[dict[str, Any]]:
     images: dict[int | str, dict[str, Any]] = {}
     for record in content["images"]:
         if not isinstance(record, dict):
-            left_out.add("images that are not JSON objects", record)
+            skipped.add("images that are not JSON objects", record)
             continue
-        sides: list[Any] = [record.get("height"), record.get("width")]
+        sides: list[Any] = [_whole(record.get(side)) for side in ("height", "width")]
         name = record.get("file_name")
         if not _is_id(record.get("id")) or not isinstance(name, str) or not name:
-            left_out.add("images without an id or a file_name", record)
+            skipped.add("images without an id or a file_name", record)
         elif not all(isinstance(side, int) and side > 0 for side in sides):
-            left_out.add("images without a height and a width", record)
+            skipped.add("images without a height and a width", record)
         elif not _is_allowed(*sides):
-            left_out.add("images with too many pixels, or too long for their width", record)
+            skipped.add("images with too many pixels or too large an aspect ratio", record)
         elif record["id"] in images:
             raise ValueError(f"{file}: two images have the id {record['id']}")
         else:
-            images[record["id"]] = record
+            images[record["id"]] = {**record, "height": sides[0], "width": sides[1]}
     if not images:
-        raise ValueError(f"{file} has no images")
+        raise ValueError("; ".join([f"{file} has no usable images", *skipped.lines()]))
     if len({type(id_) for id_ in images}) > 1:
-        raise ValueError(f"{file}: some ids of images are numbers and some strings; use one of the two")
+        raise ValueError(f"{file}: some image ids are numbers and some are strings; use one type")
     return list(images.values())
 
 
@@ -256,13 +255,13 @@ def _image_folder(root: Path, split: str, images: Sequence[Mapping[str, Any]]) -
         if any((folder / image["file_name"]).is_file() for image in images[:100]):
             return folder
     tried = ", ".join(pattern.format(split=split) for pattern in IMAGE_FOLDERS)
-    raise FileNotFoundError(f"{root}: none of the first images, e.g. {images[0]['file_name']}, is in {tried}")
+    raise FileNotFoundError(f"{root}: the first images, e.g. {images[0]['file_name']}, are not in any of {tried}")
 
 
 def _checked(annotation: dict[str, Any], image: Mapping[str, Any], known: set[int]) -> tuple[str, dict[str, Any]]:
-    """(why an annotation cannot be used, "" if it can; the annotation, its broken polygons left out).
+    """(the reason why an annotation is unusable, or ""; the annotation without its broken polygons).
 
-    pycocotools trusts what it is given, and reads and writes beyond its memory where that is wrong.
+    pycocotools does not check its input, and invalid values make it access memory out of bounds.
     """
     category = annotation.get("category_id")
     if not _is_id(category) or category not in known:
@@ -280,11 +279,11 @@ def _checked(annotation: dict[str, Any], image: Mapping[str, Any], known: set[in
     if isinstance(segmentation, dict):
         size = [image["height"], image["width"]]
         if segmentation.get("size") != size:
-            return "whose mask has not the image's size", {}
+            return "whose mask does not have the image's size", {}
         if not _covers(segmentation.get("counts"), math.prod(size)):
             return "whose run-length code does not cover the image exactly", {}
-        return "", {**annotation, "segmentation": {**segmentation, "size": size}}  # [80.0, 96.0] is the size, too
-    # A polygon of four numbers would be taken for a box, and one of an odd number of them read past its end.
+        return "", {**annotation, "segmentation": {**segmentation, "size": size}}  # [80.0, 96.0] is accepted
+    # pycocotools takes a polygon of four numbers as a box, and reads past the end of one with an odd number.
     polygons = [p for p in segmentation if _is_polygon(p)] if isinstance(segmentation, list) else []
     if not polygons:
         return "without a mask", {}
@@ -294,12 +293,17 @@ def _checked(annotation: dict[str, Any], image: Mapping[str, Any], known: set[in
 
 
 def _is_id(x: object) -> bool:
-    """A string or a number of 64 bits: pycocotools puts ids into arrays."""
+    """A string or a 64-bit integer: pycocotools puts ids into arrays."""
     return isinstance(x, str) or (isinstance(x, int) and -(2**63) <= x < 2**63)
 
 
+def _whole(x: object) -> object:
+    """640.0 -> 640; some tools write sizes as floats."""
+    return int(x) if isinstance(x, float) and x.is_integer() else x
+
+
 def _is_finite(x: object) -> bool:
-    return isinstance(x, int | float) and abs(x) < 1e300  # of a large int `math.isfinite` raises
+    return isinstance(x, int | float) and abs(x) < 1e300  # `math.isfinite` raises for a large int
 
 
 def _is_allowed(height: int, width: int) -> bool:
@@ -315,7 +319,7 @@ def _is_polygon(p: object) -> bool:
 
 
 def _fits(polygon: list[float], width: int, height: int) -> bool:
-    """Whether a polygon lies on the image or less than its size beside it, and is not too long to be drawn."""
+    """Whether a polygon is within one image size of the image, and not too long to be drawn."""
     points, size = np.array(polygon, dtype=float).reshape(-1, 2), (width, height)  # [n, 2]
     near = (points >= np.negative(size)) & (points <= np.multiply(2, size))
     length = np.abs(points - np.roll(points, 1, axis=0)).max(axis=1).sum()
@@ -323,9 +327,9 @@ def _fits(polygon: list[float], width: int, height: int) -> bool:
 
 
 def _covers(counts: object, pixels: int) -> bool:
-    """Whether the lengths of a run-length code, a list or a string, add up to so many pixels."""
+    """Whether the lengths of a run-length code, a list or a string, add up to the number of pixels."""
     if isinstance(counts, str):
-        return bool(CODE.fullmatch(counts)) and _adds_up(run_lengths(counts), pixels)
+        return bool(RLE.fullmatch(counts)) and _adds_up(run_lengths(counts), pixels)
     return isinstance(counts, list) and all(isinstance(n, int) for n in counts) and _adds_up(counts, pixels)
 
 
@@ -334,10 +338,10 @@ def _adds_up(lengths: Sequence[int], pixels: int) -> bool:
 
 
 def run_lengths(code: str) -> list[int]:
-    """The lengths in a run-length code as pycocotools writes it; `code` matches CODE.
+    """Decode the lengths of a compressed run-length code, which must match RLE.
 
-    A number has digits of 5 bits, the lowest first and the last one signed; from the fourth number on it is the
-    difference from the one two places before.
+    A number consists of 5-bit digits, the lowest first and the last one signed; from the fourth number on it is the
+    difference to the number two places before.
     """
     characters = np.frombuffer(code.encode("ascii"), np.uint8).astype(np.int64) - 48
     is_last = characters < 32
@@ -352,19 +356,19 @@ def run_lengths(code: str) -> list[int]:
 
 
 def corners(box: Sequence[float], width: int, height: int) -> tuple[float, float, float, float]:
-    """x, y, width, height -> x0, y0, x1, y1 on the image."""
+    """x, y, width, height -> x0, y0, x1, y1, clamped to the image."""
     x, y, w, h = box
     return max(0.0, x), max(0.0, y), min(float(width), x + w), min(float(height), y + h)
 
 
 def is_trainable(annotation: Mapping[str, Any], width: int, height: int) -> bool:
-    """One object, a pixel or more of it on the image each way."""
+    """Whether an annotation is not a crowd, and its box on the image is at least a pixel wide and high."""
     x0, y0, x1, y1 = corners(annotation["bbox"], width, height)
-    return not annotation.get("iscrowd") and x1 - x0 >= LEAST_SIDE and y1 - y0 >= LEAST_SIDE
+    return not annotation.get("iscrowd") and x1 - x0 >= MIN_SIDE and y1 - y0 >= MIN_SIDE
 
 
 def mask_of(annotation: Mapping[str, Any], height: int, width: int) -> np.ndarray:
-    """The mask [height, width] of polygons or of a run-length code, 0 and 1."""
+    """Decode polygons or a run-length code to a mask [height, width] of 0 and 1."""
     from pycocotools import mask
 
     segmentation = annotation["segmentation"]
@@ -378,7 +382,7 @@ def mask_of(annotation: Mapping[str, Any], height: int, width: int) -> np.ndarra
 
 
 def to_results(image_id: int, detections: Mapping[str, Tensor], category_ids: Sequence[int]) -> list[dict[str, Any]]:
-    """Detections of an image in COCO's result format, masks as run-length codes."""
+    """Detections of an image in COCO's result format, with masks as run-length codes."""
     from pycocotools import mask
 
     boxes = detections["boxes"].float().cpu()
@@ -401,13 +405,13 @@ def to_results(image_id: int, detections: Mapping[str, Tensor], category_ids: Se
 
 
 def write_results(path: Path, results: Sequence[Mapping[str, Any]]) -> None:
-    """A prediction file in COCO's result format."""
+    """Write a prediction file in COCO's result format."""
     with atomic_write(path) as temporary:
         temporary.write_text(json.dumps(results))
 
 
 class Precision(NamedTuple):
-    """Average precision in percent, as pycocotools defines it; NaN where there is no object to find."""
+    """Average precision in percent, as defined by pycocotools; NaN if there are no objects."""
 
     ap: float
     ap50: float
@@ -419,7 +423,7 @@ class Precision(NamedTuple):
 
 @dataclass(frozen=True)
 class CategoryRow:
-    """The AP of one category, in percent; NaN where there is none of it."""
+    """The AP of one category in percent; NaN if it has no objects."""
 
     id: int
     name: str
@@ -431,7 +435,7 @@ class CategoryRow:
 
 
 class CocoScores(NamedTuple):
-    """AP of boxes and masks over all categories, and of each."""
+    """Box and mask AP over all categories, and per category."""
 
     box: Precision
     mask: Precision
@@ -439,7 +443,7 @@ class CocoScores(NamedTuple):
     images: int
 
     def metrics(self) -> dict[str, float]:
-        """The six numbers of the paper's Table 4."""
+        """The six metrics of the paper's Table 4."""
         return {
             f"{kind}_{name}": getattr(precision, name)
             for kind, precision in (("box", self.box), ("mask", self.mask))
@@ -450,12 +454,12 @@ class CocoScores(NamedTuple):
 def coco_scores(
     data: CocoData, results: Sequence[Mapping[str, Any]], image_ids: Iterable[int] | None = None
 ) -> CocoScores:
-    """pycocotools' AP of results in COCO's format, over the images given (without it: all)."""
+    """pycocotools' AP of results in COCO's format, over the images with `image_ids` (default: all)."""
     truth = data.ground_truth()
     ids = sorted(image_ids if image_ids is not None else truth.getImgIds())
     objects = [a for a in truth.loadAnns(truth.getAnnIds(imgIds=ids)) if not a["iscrowd"]]
     if not objects:
-        raise ValueError(f"{data.file} has no object on these {len(ids)} images to compute an AP from")
+        raise ValueError(f"{data.file} has no objects on these {len(ids)} images, so there is no AP")
     found = {kind: _evaluate(truth, results, ids, code) for kind, code in KINDS.items()}
     counts = {id_: sum(a["category_id"] == id_ for a in objects) for id_ in data.category_ids}
     rows = [
@@ -473,14 +477,14 @@ def coco_scores(
 def _evaluate(
     truth: Any, results: Sequence[Mapping[str, Any]], ids: list[int], code: str
 ) -> tuple[Precision, np.ndarray]:
-    """The six numbers, and the precision [10 IoU thresholds, 101 recalls, K] of all areas and 100 detections."""
+    """The six AP values, and the precision [10 IoU thresholds, 101 recalls, K] for all areas and 100 detections."""
     from pycocotools.cocoeval import COCOeval
 
     with contextlib.redirect_stdout(io.StringIO()):
         if results:
-            found = truth.loadRes([dict(result) for result in results])  # it writes into what it is given
+            found = truth.loadRes([dict(result) for result in results])  # loadRes modifies its input
         else:
-            found = type(truth)()  # loadRes cannot take none
+            found = type(truth)()  # loadRes fails for an empty list
             found.dataset = {**truth.dataset, "annotations": []}
             found.createIndex()
         evaluation = COCOeval(truth, found, code)
@@ -493,6 +497,6 @@ def _evaluate(
 
 
 def _mean(precision: np.ndarray) -> float:
-    """Mean in percent over what is there; pycocotools marks what is not by -1."""
-    there = precision[precision > -1]
-    return 100 * float(there.mean()) if there.size else math.nan
+    """Mean in percent over the valid entries; pycocotools marks missing ones by -1."""
+    valid = precision[precision > -1]
+    return 100 * float(valid.mean()) if valid.size else math.nan

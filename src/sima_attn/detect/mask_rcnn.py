@@ -32,7 +32,6 @@ LEVELS = ("0", "1", "2", "3")  # of the pyramid, that boxes and masks are pooled
 LEAST_LOGIT = -1e4  # below any other; float16 holds it
 
 Target = dict[str, Tensor]
-Detections = dict[str, Tensor]
 
 
 class Anchors(AnchorGenerator):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sima_attn._files import atomic_write
-from sima_attn.data.images import check_not_over, open_photo, open_photos, unlike
+from sima_attn.data.images import check_not_over, open_photo, open_photos, unique_name
 from sima_attn.explain.drawing import Tile, effect_overlay, overlay, sheet, shrink
 from sima_attn.explain.effects import effect_scores, signed_unit
 from sima_attn.explain.maps import raw_scores, spread, to_map
@@ -101,7 +101,7 @@ class Gallery:
         written, groups = [], []
         stems = [SHEET]  # a photo of that name gets a number
         for path, whole in open_photos(photos, say=say, on_photo=on_photo):
-            stem, photo = unlike(path.stem, stems), shrink(whole, LONGEST)
+            stem, photo = unique_name(path.stem, stems), shrink(whole, LONGEST)
             readings = self.read(photo)
             original = Tile(photo, path.stem)
             tiles = self.tiles(photo, readings, self.layers)
@@ -127,7 +127,7 @@ class Gallery:
         names: list[str] = []
         for model, reading in zip(self.models, readings, strict=True):
             layers = range(len(reading.layers)) if self.layers is None else self.layers
-            prefix = f"{unlike(model.name, names)}." if len(self.models) > 1 else ""
+            prefix = f"{unique_name(model.name, names)}." if len(self.models) > 1 else ""
             arrays |= {prefix + key: value for key, value in raw_scores(reading, layers, self.of).items()}
         with atomic_write(path) as temporary, open(temporary, "wb") as file:
             np.savez_compressed(file, **arrays)  # type: ignore[arg-type]

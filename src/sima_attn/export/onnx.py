@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from sima_attn._errors import unknown_name
 from sima_attn._files import atomic_write
 from sima_attn._version import __version__
-from sima_attn.audit.model import audit
-from sima_attn.audit.report import AuditReport
+from sima_attn.auditing.model import audit
+from sima_attn.auditing.report import AuditReport
 from sima_attn.export.photo_graph import PreparePhoto
 from sima_attn.export.runtimes import PREFIX, open_model
 from sima_attn.models.loading import classes_of

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from sima_attn._version import __version__
-from sima_attn.audit.model import audit
+from sima_attn.auditing.model import audit
 from sima_attn.data.images import ENDINGS, images_in, open_photo
 from sima_attn.export.onnx import check_installed, write_checked, write_metadata
 from sima_attn.export.runtimes import OnnxRuntime, Session, labels_in, open_model, read_metadata

@@ -39,7 +39,7 @@ def register_family(
     A size is the arguments of `build` for one model; `img_size` is the training size.
     """
     home: Any = sys.modules[module]
-    cfgs = {name: _default_cfg(name, size, first_conv, num_classes) for name, size in sizes.items()}
+    cfgs: dict[str, Any] = {name: _default_cfg(name, size, first_conv, num_classes) for name, size in sizes.items()}
     home.default_cfgs = {**getattr(home, "default_cfgs", {}), **generate_default_cfgs(cfgs)}
     for name, size in sizes.items():
         create = _create_function(name, size, build)
@@ -103,19 +103,19 @@ def build_model(
 
 def _check_as_trained(name: str, size: Mapping[str, Any], kwargs: Mapping[str, Any]) -> None:
     """Raise unless the model computes the function that the weights in the package were trained for."""
-    own, asked = _function(size), _function({**size, **kwargs})
+    trained, given = _function_settings(size), _function_settings({**size, **kwargs})
     trained_classes = kwargs["pretrained_cfg_overlay"].get("num_classes")
     if kwargs.get("num_classes", trained_classes) != trained_classes:
-        del own["global_pool"]  # without the trained head any pooling gives features
-    for key, value in own.items():
-        if asked[key] != value:
+        del trained["global_pool"]  # without the trained head any pooling gives features
+    for key, value in trained.items():
+        if given[key] != value:
             raise ValueError(
-                f"the weights of {name} were trained with {key}={value!r}, got {asked[key]!r}; omit {key}, or use "
+                f"the weights of {name} were trained with {key}={value!r}, got {given[key]!r}: omit {key}, or use "
                 "pretrained=False and train the model, starting from the weights with load_state_dict()"
             )
 
 
-def _function(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _function_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that change what weights of the same names and shapes compute."""
     attention, options = settings.get("attention", "sima"), settings.get("attention_options") or {}
     stages = [options] if isinstance(options, Mapping) else options  # CvT has one per stage
@@ -128,12 +128,12 @@ def _function(settings: Mapping[str, Any]) -> dict[str, Any]:
         "eps": next((stage["eps"] for stage in stages if stage.get("eps") is not None), None),
         "class_attention": settings.get("class_attention", "sima" if attention == "sima" else "softmax"),
         "activation": getattr(act, "__name__", str(act)).lower(),
-        "token_ref": _other_ref(settings.get("token_ref"), *(stage.get("token_ref") for stage in stages)),
-        "class_token_ref": _other_ref(settings.get("class_token_ref")),
+        "token_ref": _scaling_ref(settings.get("token_ref"), *(stage.get("token_ref") for stage in stages)),
+        "class_token_ref": _scaling_ref(settings.get("class_token_ref")),
     }
 
 
-def _other_ref(*token_refs: float | str | None) -> float | str | None:
+def _scaling_ref(*token_refs: float | str | None) -> float | str | None:
     """The first reference that scales the output at the training size; "train" scales it at other sizes only."""
     return next((token_ref for token_ref in token_refs if token_ref not in (None, "train")), None)
 

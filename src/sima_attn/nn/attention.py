@@ -1,6 +1,6 @@
-"""Tokens in, tokens out: the shape every attention module shares, and SimA's.
+"""Attention modules, tokens -> tokens: the base class of all, and SimA.
 
-Shapes: B batch, H heads, N tokens, D channels a head, C = H * D.
+Shapes: B batch, H heads, N tokens, D channels per head, C = H * D.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from sima_attn.ops.reference import sima_matrix_reference
 class Attention(LeafModule, ABC):
     """Self-attention qkv -> core(q, k, v) -> proj, on tokens [B, N, C].
 
-    A subclass gives `core`, the `matrix` it stands for, and its `cost`; that and one line in the registry
-    make a new attention. Constructor, parameter names and forward are those of timm's Attention, so that
-    `timm.create_model(..., attn_layer=...)` takes the class and foreign checkpoints load.
+    A subclass defines `core`, the equivalent `matrix` and the `cost`; with one line in the registry this is a new
+    attention. Constructor, parameter names and forward are those of timm's Attention, so that
+    `timm.create_model(..., attn_layer=...)` takes the class and checkpoints of other libraries load.
     """
 
-    exps_in_paper: ClassVar[str | None] = None  # exp() count as the paper's tables print it, where they do
+    exps_in_paper: ClassVar[str | None] = None  # exp() count in the paper's tables, if they have one
     equivariant: ClassVar[bool] = True  # permuting the tokens permutes the output
-    needs_num_tokens: ClassVar[bool] = False  # the constructor takes num_tokens, and only that many work
+    needs_num_tokens: ClassVar[bool] = False  # the constructor takes num_tokens, and forward only that many
     needs_grid: ClassVar[bool] = False  # the tokens must form a grid, so no class token
-    ties_qk: ClassVar[bool] = False  # one projection serves as q and as k
+    ties_qk: ClassVar[bool] = False  # q and k share one projection
     can_drop_attention: ClassVar[bool] = False  # attn_drop has entries of an attention matrix to drop
 
     def __init__(
@@ -80,7 +80,7 @@ class Attention(LeafModule, ABC):
         return self.join(self.core(q, k, v))
 
     def project(self, x: Tensor) -> Tensor:
-        """Tokens [B, N, C] -> packed q, k, v [B, N, 3, H, D], or [B, N, 2, H, D] where one serves as q and k."""
+        """Tokens [B, N, C] -> packed q, k, v [B, N, 3, H, D], or [B, N, 2, H, D] where q and k share one projection."""
         check_tokens(x, self.attn_dim)
         B, N, _ = x.shape
         return self.qkv(x).view(B, N, 2 if self.ties_qk else 3, self.num_heads, self.head_dim)
@@ -104,14 +104,14 @@ class Attention(LeafModule, ABC):
 
     @abstractmethod
     def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q, k, v [B, H, N, D] -> o [B, H, N, D], the fast way."""
+        """q, k, v [B, H, N, D] -> o [B, H, N, D], computed efficiently."""
 
     @abstractmethod
     def matrix(self, q: Tensor, k: Tensor) -> Tensor:
-        """The weights A [B, H, N, M] with o = A v, written down by definition: slow, for checking and looking."""
+        """The weights A [B, H, N, M] with o = A v, by definition: slow, for tests and visualisation."""
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """What `core` must equal."""
+        """The output that `core` must equal."""
         return self.matrix(q, k) @ v
 
     @abstractmethod
@@ -122,7 +122,7 @@ class Attention(LeafModule, ABC):
         if attn_mask is not None or is_causal:
             given = "is_causal=True" if is_causal else "an attn_mask"
             raise ValueError(
-                f"{type(self).__name__} cannot honour {given}: masks of token pairs need a softmax row by row; "
+                f"{type(self).__name__} does not support {given}: masks of token pairs need a softmax per row; "
                 "use the attention 'softmax' for them"
             )
 
@@ -131,7 +131,7 @@ class Attention(LeafModule, ABC):
 
 
 def computed_in_float32(core):
-    """Decorator of a `core`: half precision goes up to float32 and the result back down."""
+    """Decorator of a `core`: computes half precision in float32 and rounds the result."""
 
     @functools.wraps(core)
     def wrapped(self: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ def computed_in_float32(core):
 
 
 def normed(norm: nn.Module, x: Tensor) -> Tensor:
-    """norm(x) in the dtype of x, also under autocast, where a LayerNorm answers in float32 and v stays as it was."""
+    """norm(x) in the dtype of x. Under autocast a LayerNorm returns float32, but q and k need the dtype of v."""
     return norm(x).to(x.dtype)
 
 
@@ -157,7 +157,7 @@ def check_tokens(x: Tensor, dim: int) -> None:
 
 
 def split_heads(dim: int, num_heads: int) -> int:
-    """Channels a head, or an error that says which head counts are possible."""
+    """Channels per head; the error lists the possible head counts."""
     if dim < 1 or num_heads < 1 or dim % num_heads:
         possible = [h for h in range(1, max(dim, 0) + 1) if dim % h == 0]
         raise ValueError(f"num_heads must divide dim={dim}, got {num_heads}; possible: {possible}")
@@ -170,11 +170,11 @@ class SimAttention(Attention):
         Q-hat^c = Q^c / |Q^c|_1,  K-hat^c = K^c / |K^c|_1 over the tokens,  O = Q-hat K-hat^T V
 
     Args:
-        args, kwargs: Those of timm's attention.
+        args, kwargs: Arguments of timm's attention.
         norm: "l1" is the paper; "l2" and "none" are its ablations.
         order: "auto" | "kv" | "qk", see `sima_attention`.
         token_ref: Number of tokens of the training size, see `sima_attention`. None is the paper.
-        eps: Least norm.
+        eps: Smallest value of a norm.
     """
 
     exps_in_paper = "0"
@@ -204,7 +204,7 @@ class SimAttention(Attention):
     ) -> Tensor:
         """Tokens [B, N, C] -> tokens [B, N, C].
 
-        `token_mask` [B, N] is True for real tokens; padding then changes nothing in their outputs.
+        `token_mask` [B, N] is True for real tokens; padding does not change their outputs.
         """
         self.refuse_pair_masks(attn_mask, is_causal)
         if self.can_stay_packed:
@@ -225,15 +225,15 @@ class SimAttention(Attention):
 
     @property
     def can_stay_packed(self) -> bool:
-        """True where nothing happens to q and k between the projection and the attention."""
+        """True where q and k are not changed between the projection and the attention."""
         is_l1 = self.norm_over_tokens == "l1"
         return is_l1 and isinstance(self.q_norm, nn.Identity) and isinstance(self.k_norm, nn.Identity)
 
     @property
     def projection_is_plain(self) -> bool:
-        """True where the output goes through nothing but proj's own weight, so that it may be folded in."""
-        watched = self.proj._forward_hooks or self.proj._forward_pre_hooks
-        return type(self.proj) is nn.Linear and isinstance(self.norm, nn.Identity) and not watched
+        """True where `proj` is a plain Linear without norm or hooks, so that it can be folded into the attention."""
+        has_hooks = self.proj._forward_hooks or self.proj._forward_pre_hooks
+        return type(self.proj) is nn.Linear and isinstance(self.norm, nn.Identity) and not has_hooks
 
     def core(
         self,
@@ -241,7 +241,7 @@ class SimAttention(Attention):
         k: Tensor,
         v: Tensor,
         token_mask: Tensor | None = None,
-        key_mask: Tensor | None = None,  # where the keys are other tokens than the queries, as in CvT
+        key_mask: Tensor | None = None,  # for keys of other tokens than the queries, as in CvT
     ) -> Tensor:
         options: dict[str, Any] = {
             "key_mask": token_mask if key_mask is None else key_mask,

@@ -1,6 +1,6 @@
-"""Class attention: the class token gathers from all tokens, and only it is updated.
+"""Class attention: the class token attends to all tokens, and only it is updated.
 
-Shapes: B batch, H heads, N tokens (the class token first), D channels a head, C = H * D.
+Shapes: B batch, H heads, N tokens (the class token first), D channels per head, C = H * D.
 """
 
 from typing import Any
@@ -20,9 +20,9 @@ class SimClassAttention(LeafModule):
 
         o = (q_0 diag(s)) K^T V,    s_c = 1 / (|Q^c|_1 |K^c|_1)
 
-    Both norms run over all N tokens, class token included, so the query of every token is computed
-    although only the first is used. eps is 1e-6, as the authors have it here (and 1e-12 elsewhere).
-    `token_ref` as in `sima_attention`. Parameters are named as in timm's ClassAttn.
+    Both norms run over all N tokens, including the class token, so the query of every token is computed although only
+    the first is used. eps is 1e-6 as in the authors' class attention (1e-12 elsewhere). `token_ref` is as in
+    `sima_attention`. Parameters are named as in timm's ClassAttn.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class SimClassAttention(LeafModule):
             return (self.attn_drop(row) @ v).to(dtype)
 
     def cost(self, shape: AttentionShape) -> Cost:
-        """One query against N keys, and the norms of all."""
+        """One query with N keys, and the norms of all tokens."""
         one_row = shape.N * (shape.D + shape.Dv)
         return Cost(shape, macs=shape.heads * one_row, exps=0, scratch=shape.heads * (shape.N + 2 * shape.D))
 

@@ -1,6 +1,6 @@
-"""Cross attention: tokens gather from another set of tokens, for decoders and multi-scale models.
+"""Cross attention: tokens attend to another set of tokens, for decoders and multi-scale models.
 
-Shapes: B batch, H heads, N query tokens, M context tokens, D channels a head, C = H * D.
+Shapes: B batch, H heads, N query tokens, M context tokens, D channels per head, C = H * D.
 """
 
 from typing import Any
@@ -16,8 +16,8 @@ from sima_attn.ops.api import check_options, sima_attention
 class SimCrossAttention(LeafModule):
     """SimA cross attention: tokens [B, N, C] and context [B, M, context_dim] -> tokens [B, N, C].
 
-    |Q|_1 runs over the N query tokens, |K|_1 over the M context tokens. The output of one query thus
-    depends on which other queries are asked with it; `query_mask` keeps padding out of that sum.
+    |Q|_1 runs over the N query tokens, |K|_1 over the M context tokens. The output of one query therefore depends on
+    the other queries of the same call; `query_mask` keeps padding out of that sum.
     """
 
     def __init__(

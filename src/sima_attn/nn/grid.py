@@ -1,4 +1,4 @@
-"""Tokens as a grid, for the attentions that look at where a token stands."""
+"""Tokens as a grid, for attentions that use the position of a token."""
 
 import math
 
@@ -9,7 +9,7 @@ def token_grid(N: int, grid: tuple[int, int] | None, who: str) -> tuple[int, int
     if rows * columns != N:
         expected = f"grid={grid}" if grid else "a square grid"
         raise ValueError(
-            f"{who} needs its tokens on a grid, and {N} tokens do not fill {expected}; pass grid=(rows, columns), "
-            "and leave out class tokens, which have no place on it"
+            f"{who} needs its tokens on a grid, and {N} tokens do not fill {expected}; pass grid=(rows, columns) "
+            "and use no class token"
         )
     return rows, columns

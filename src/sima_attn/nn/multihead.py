@@ -138,8 +138,8 @@ def _are_same_tokens(query: Tensor, key: Tensor) -> bool:
     if query is key or torch.compiler.is_compiling():
         return query is key
     base, other = (x if x._base is None else x._base for x in (query, key))
-    same_place = base is other and query.storage_offset() == key.storage_offset()
-    return same_place and query.shape == key.shape and query.stride() == key.stride()
+    places = [(x.storage_offset(), x.shape, x.stride()) for x in (query, key)]
+    return base is other and places[0] == places[1]
 
 
 def keep_mask(key_padding_mask: Tensor) -> Tensor:

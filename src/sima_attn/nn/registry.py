@@ -1,4 +1,4 @@
-"""The one table of attentions. Tests, benchmarks, the command line and the docs enumerate it.
+"""The registry of attentions. Tests, benchmarks, the command line and the docs enumerate it.
 
 To add an attention: one file with one subclass of `Attention`, and one line here.
 """
@@ -35,7 +35,7 @@ ATTENTIONS: dict[str, type[Attention]] = {
 
 
 def attention_class(name: str, **options) -> type[Attention]:
-    """The class of an attention, with options of its own fixed: what timm's `attn_layer` takes.
+    """The class of an attention, with its options fixed, for timm's `attn_layer`.
 
     Example:
         ```python
@@ -52,7 +52,7 @@ def attention_class(name: str, **options) -> type[Attention]:
 
 
 def create_attention(name: str, dim: int, num_heads: int = 8, *, num_tokens: int | None = None, **options) -> Attention:
-    """An attention module by name. `num_tokens` is passed on to the attentions that fix their token count."""
+    """An attention module by name. `num_tokens` is for attentions with a fixed number of tokens."""
     cls = attention_class(name)
     if cls.needs_num_tokens:
         options["num_tokens"] = num_tokens

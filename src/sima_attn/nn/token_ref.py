@@ -1,7 +1,7 @@
-"""Other image sizes than the training size: `token_ref` of all SimA modules of a model at once.
+"""Image sizes other than the training size: set `token_ref` of all SimA modules of a model.
 
-SimA's output shrinks as 1/N. `token_ref`, the number of tokens at the training size, brings it back to what the later
-layers know. Every module may see a number of its own, so they are asked, by one forward of an image of that size.
+SimA's output shrinks as 1/N. `token_ref`, the number of tokens at the training size, restores the scale that later
+layers were trained with. The number may differ between modules, so a forward pass at the training size counts it.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ def sima_modules(model: nn.Module) -> list[Any]:
 
 
 def set_token_ref(model: nn.Module, trained_size: int) -> None:
-    """Let every SimA module make up for the number of tokens, relative to that at the training size in pixels.
+    """Set `token_ref` of every SimA module to its number of tokens at the training size in pixels.
 
-    One that has a `token_ref` does so already and keeps it.
+    Modules that have a `token_ref` keep it.
     """
     modules = sima_modules(model)
     if not modules:
-        raise ValueError("token_ref is SimA's own, and this model has no SimA attention; leave it away")
+        raise ValueError("token_ref is for SimA attention only, and this model has no SimA attention; omit it")
     without = [module for module in modules if module.token_ref is None]
     for module, tokens in zip(without, tokens_at(model, without, trained_size), strict=True):
         module.token_ref = tokens
 
 
 def set_class_token_ref(model: nn.Module, trained_size: int) -> None:
-    """Let SimA's class attention, in models that have one, depend on the image from the start: token_ref = sqrt(N).
+    """Set token_ref = sqrt(N) in SimA's class attention, so that the untrained class token depends on the image.
 
-    Untrained, the output of the paper's is far below the class token that it is added to, which then is nearly the
-    same for every image. Times N / sqrt(N), N of the training size, it has the size that softmax's has.
+    In the paper its initial output is much smaller than the class token that it is added to, which then is nearly the
+    same for every image. Multiplied by N / sqrt(N), N at the training size, it is as large as with softmax.
     """
     modules = [module for module in model.modules() if isinstance(module, SimClassAttention)]
     if modules:
@@ -48,7 +48,7 @@ def set_class_token_ref(model: nn.Module, trained_size: int) -> None:
 
 @contextmanager
 def trained_at(model: nn.Module, trained_size: int) -> Iterator[None]:
-    """Within it `set_token_ref` holds, after it what was before."""
+    """A context in which `set_token_ref` applies; afterwards each `token_ref` is restored."""
     before = [(module, module.token_ref) for module in sima_modules(model)]
     try:
         set_token_ref(model, trained_size)
@@ -60,13 +60,13 @@ def trained_at(model: nn.Module, trained_size: int) -> Iterator[None]:
 
 @torch.no_grad()
 def tokens_at(model: nn.Module, modules: list[Any], size: int) -> list[float]:
-    """The number of tokens [B, N, C] that each of the modules sees in an image of that size, by looking."""
-    seen: dict[nn.Module, float] = {}
+    """The number of tokens [B, N, C] that each module gets for an image of that size, from a forward pass."""
+    counts: dict[nn.Module, float] = {}
 
-    def look(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        seen[module] = float(inputs[0].shape[1])
+    def count(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        counts[module] = float(inputs[0].shape[1])
 
-    hooks = [module.register_forward_pre_hook(look) for module in modules]
+    hooks = [module.register_forward_pre_hook(count) for module in modules]
     was_training = model.training
     try:
         model.eval()(next(model.parameters()).new_zeros(1, 3, size, size))
@@ -74,4 +74,4 @@ def tokens_at(model: nn.Module, modules: list[Any], size: int) -> list[float]:
         model.train(was_training)
         for hook in hooks:
             hook.remove()
-    return [seen[module] for module in modules]
+    return [counts[module] for module in modules]

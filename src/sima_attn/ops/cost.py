@@ -1,11 +1,11 @@
-"""What an attention costs, counted from its shape: multiplications, exp() calls, memory.
+"""The cost of an attention, computed from its shape: multiplications, exp() calls, memory.
 
-One `Cost` serves the choice of the product order, the audit and every table. SimA's own counts are here;
-each other attention states its counts in its own file, in these terms.
+`Cost` is used to choose the product order, in the audit and in every table. SimA's counts are in this module; the
+other attentions have theirs in their own files.
 
-    MACs     multiply-adds inside matrix products (half of what torch.utils.flop_counter reports)
+    MACs     multiply-adds in matrix products (half of what torch.utils.flop_counter reports)
     exps     numbers that an exp-like function (exp, softmax, ELU, GELU ...) is evaluated on
-    scratch  numbers written down between q, k, v and o, norms and normalisers included
+    scratch  intermediate numbers between q, k, v and o that are stored, including norms and normalisers
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class AttentionShape:
 
     @property
     def heads(self) -> int:
-        """Attentions computed side by side: B * H."""
+        """Heads of the whole batch: B * H."""
         return self.B * self.H
 
     @property
@@ -50,11 +50,11 @@ class Cost:
     order: str | None = None  # of the products, where there is a choice
 
     def bytes_moved(self, itemsize: int = 4) -> int:
-        """Least memory traffic: inputs read once, output written once, scratch written and read back."""
+        """Smallest memory traffic: inputs read once, output written once, scratch written and read once."""
         return itemsize * (self.shape.inputs_and_output + 2 * self.scratch)
 
     def peak_bytes(self, itemsize: int = 4) -> int:
-        """Memory with everything kept, as training keeps it for the backward pass."""
+        """Memory with all intermediate results kept, as for the backward pass."""
         return itemsize * (self.shape.inputs_and_output + self.scratch)
 
 
@@ -76,7 +76,7 @@ def resolve_order(order: str, N: int, M: int, D: int, Dv: int) -> str:
 
 
 def sima_cost(shape: AttentionShape, order: str = "auto") -> Cost:
-    """SimA: two products, no exp(), and in "kv" order D * Dv + 2 D numbers of scratch a head."""
+    """SimA: two products, no exp(), and in "kv" order D * Dv + 2 D numbers of scratch per head."""
     N, M, D, Dv = shape.N, shape.M, shape.D, shape.Dv
     order = resolve_order(order, N, M, D, Dv)
     norms = 2 * D

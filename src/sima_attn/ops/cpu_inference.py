@@ -1,8 +1,8 @@
 """SimA on the CPU, forward: the folded equation, one image after the other. The backward is in cpu_training.py.
 
-torch.matmul copies head views of a packed qkv tensor when B > 1. torch.bmm on one image reads them in
-place, and q and k of one image stay in the cache between their norm and their product: together worth a
-factor of two. docs/cpu-speed.md has the measurements behind every choice here.
+torch.matmul copies head views of a packed qkv tensor when B > 1. torch.bmm on one image reads them in place, and q and
+k of one image stay in the cache between their norm and their product. Together this is twice as fast. docs/cpu-speed.md
+has the measurements for every choice in this module.
 
 Shapes: B batch, H heads, N query tokens, M key tokens, D channels per head, Dv value channels per head.
 """
@@ -15,9 +15,9 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack
 from torch.autograd import forward_ad
 
-# Numbers of |q| or |k| that are written down at once: 4 MiB in float32, whatever the token count.
+# Numbers of |q| or |k| that are stored at once: 4 MiB in float32, for any token count.
 TILE_NUMBERS = 2**20
-# With fewer numbers of q or v per image, starting the operations costs more than the copies that they save.
+# With fewer numbers of q or v per image, launching the operations costs more than the copies that they save.
 LEAST_NUMBERS = 2**13
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
@@ -28,10 +28,9 @@ def runs_by_image(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def is_plain_cpu_call(*tensors: Tensor) -> bool:
-    """True where at most plain autograd watches: no tracing, no function transform, no tensor subclass.
+    """True for CPU tensors without tracing, function transforms or tensor subclasses; autograd is allowed.
 
-    torch.func (grad, jvp, vmap), gradients by the batch, forward-mode AD and jit tracing cannot follow writes into
-    `out=`.
+    torch.func (grad, jvp, vmap), batched gradients, forward-mode AD and jit tracing do not support writes into `out=`.
     """
     return not (
         torch.compiler.is_compiling()
@@ -43,12 +42,12 @@ def is_plain_cpu_call(*tensors: Tensor) -> bool:
 
 
 def needs_grad(*tensors: Tensor) -> bool:
-    """True where autograd records what happens to these tensors."""
+    """True where autograd records operations on these tensors."""
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 class ImageState(NamedTuple):
-    """What the backward of one image needs besides its q, k and v."""
+    """Saved for the backward of one image, besides its q, k and v."""
 
     norm_q: Tensor  # |Q|_1 [H, 1, D], before eps
     norm_k: Tensor
@@ -66,9 +65,9 @@ def folded_by_image(
     work: torch.dtype,
     states: list[ImageState] | None = None,
 ) -> Tensor:
-    """O [B, H, N, Dv], lying in memory as [B, N, H, Dv]: the projection after it reads it without a copy.
+    """O [B, H, N, Dv], stored as [B, N, H, Dv], so that the projection after it reads it without a copy.
 
-    `gain` multiplies s: a number, or one for each image [B, 1, 1]. Sums and products run in dtype `work`.
+    `gain` multiplies s: a number, or one per image [B, 1, 1]. Sums and products run in dtype `work`.
     The state of each image is appended to `states`.
     """
     (B, H, N, D), tokens = q.shape, max(q.shape[2], k.shape[2])
@@ -90,8 +89,8 @@ def _attend_kv(
     """Q [H, N, D] and diag(s) K^T V [H, D, Dv], whose product is O."""
     norm_q = _l1_in_scratch(q, scratch)
     if k.shape[1] == scratch.shape[1] and k.stride(1) * k.element_size() % 2048 == 0:
-        # Rows that lie a multiple of 2 KiB apart compete for the same few sets of the cache: then K^T V is
-        # 10 % sooner from a dense copy (in packed qkv of C = 512 or 1024, say).
+        # Rows that are a multiple of 2 KiB apart compete for the same few cache sets. K^T V is then 10 % faster from
+        # a dense copy (for example with packed qkv of C = 512 or 1024).
         kv = torch.bmm(scratch.copy_(k).mT, v)  # [H, D, Dv]
         norm_k = scratch.abs_().sum(1, keepdim=True)
     else:
@@ -113,7 +112,7 @@ def _attend_qk(
 
 
 def _l1_in_scratch(x: Tensor, scratch: Tensor) -> Tensor:
-    """|x|_1 over the tokens of x [H, N, D] -> [H, 1, D], as many tokens at a time as the scratch has room for."""
+    """|x|_1 over the tokens of x [H, N, D] -> [H, 1, D], as many tokens at a time as fit into the scratch."""
     if x.shape[1] <= scratch.shape[1]:
         return torch.abs(x, out=first_tokens(scratch, x)).sum(1, keepdim=True)
     norm = x.new_zeros(x.shape[0], 1, x.shape[2])
@@ -145,7 +144,7 @@ def multiply_by_s(x: Tensor, s_q: Tensor, s_k: Tensor, *, out: Tensor) -> Tensor
 
 def multiply_into(out: Tensor, left: Tensor, right: Tensor) -> None:
     """out = left right, for a strided `out` of any float type."""
-    # Only a dense result is computed by several threads; without them writing in place saves a copy.
+    # Only a dense result is computed by several threads; with one thread, writing in place saves a copy.
     if out.dtype == left.dtype and torch.get_num_threads() == 1:
         torch.bmm(left, right, out=out)
     else:

@@ -6,8 +6,8 @@ With s = gain / (|Q|_1 |K|_1), a vector of D numbers per head:
     "qk" order    P = Q diag(s) K^T      G = dO V^T       dQ' = G K diag(s)    dK' = G^T Q diag(s)    dV = P^T dO
     both          dQ = dQ' - sign(Q) diag(t / |Q|_1)      dK = dK' - sign(K) diag(t / |K|_1)
 
-where t, the sum of Q * dQ' over the tokens, is the row sum of A * W as well. A norm below eps is the constant eps:
-nothing flows back through it.
+where t is the sum of Q * dQ' over the tokens, which equals the row sum of A * W. A norm below eps is the constant eps
+and has no gradient.
 
 Shapes: B batch, H heads, N query tokens, M key tokens, D channels per head, Dv value channels per head.
 """
@@ -32,7 +32,7 @@ from sima_attn.ops.cpu_inference import (
 
 
 class Options(NamedTuple):
-    """How SimA is computed, and `differentiable`: the same function of q, k and v in operations that autograd knows."""
+    """Options of SimA; `differentiable` is the same function of q, k and v in operations that autograd supports."""
 
     order: str
     eps: float
@@ -63,7 +63,7 @@ class FoldedAttention(torch.autograd.Function):
         needed, saved = ctx.needs_input_grad[1:], ctx.saved_tensors
         inputs, saved = saved[: len(needed)], saved[len(needed) :]
         if torch.is_grad_enabled() or not is_plain_cpu_call(grad):
-            # A derivative of this gradient, or several gradients at once: autograd has to see the operations.
+            # A derivative of this gradient, or batched gradients: autograd must see the operations.
             return None, *_differentiable_gradients(ctx.options, inputs, needed, grad)
         gradients = tuple(torch.empty_like(t) for t in inputs)
         states = [ImageState(*saved[i : i + 3]) for i in range(0, len(saved), 3)]
@@ -81,7 +81,7 @@ def _differentiable_gradients(
 ) -> tuple[Tensor | None, ...]:
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
-        # Views, so that the gradient of k does not count a path through q where q was computed from k.
+        # Views, so that the gradient of k does not include a path through q where q was computed from k.
         inputs = tuple(t.view_as(t) for t in inputs)
         out = options.differentiable(*unpack(inputs))
     wanted = [t for t, is_needed in zip(inputs, needed, strict=True) if is_needed]

@@ -4,8 +4,8 @@ Both l1 norms are per channel, so they fold into one vector s of D numbers per h
 
     s_c = 1 / (|Q^c|_1 |K^c|_1)               O = Q diag(s) K^T V
 
-`folded_attention` is that equation. No normalised copy of Q or K is ever made, and in "kv" order no
-N x M matrix either. Plain calls on the CPU have a form of their own, in cpu_inference.py and cpu_training.py.
+`folded_attention` is that equation. It makes no normalised copy of Q or K, and in "kv" order no N x M matrix. Plain
+calls on the CPU are implemented in cpu_inference.py and cpu_training.py.
 
 Shapes: B batch, H heads, N query tokens, M key tokens, D channels per head, Dv value channels per head.
 """
@@ -37,15 +37,14 @@ NORMS = {"l1": l1_over_tokens, "l2": l2_over_tokens, "none": ones_over_tokens}
 
 
 def inverse_norm(x: Tensor, *, eps: float = 1e-12, norm: str = "l1") -> Tensor:
-    """1 / |X|_1 [..., D], the norm at least eps."""
+    """1 / max(|X|_1, eps) [..., D]."""
     return NORMS[norm](x).clamp_min(eps).reciprocal()
 
 
 def folded_attention(q: Tensor, k: Tensor, v: Tensor, s_q: Tensor, s_k: Tensor, order: str) -> Tensor:
-    """O = Q diag(s_q s_k) K^T V [..., N, Dv], the product taken from the right ("kv") or the left ("qk").
+    """O = Q diag(s_q s_k) K^T V [..., N, Dv], multiplied from the right ("kv") or from the left ("qk").
 
-    The two factors of s are applied one after the other: their product underflows float32 where q and k are
-    near 1e18.
+    The two factors of s are applied separately: their product underflows float32 where q and k are near 1e18.
     """
     if order == "kv":
         return q @ (s_q[..., :, None] * (s_k[..., :, None] * (k.mT @ v)))
@@ -84,16 +83,16 @@ def sima_eager(
 
 
 def trains_packed(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """True where `sima_eager_qkv` takes the packed tensor that q, k and v are views of."""
+    """True where `sima_eager_qkv` should compute the packed tensor that q, k and v are views of."""
     return needs_grad(q, k, v) and runs_by_image(q, k, v)
 
 
 def sima_eager_qkv(
     qkv: Tensor, *, order: str, token_mask: Tensor | None = None, token_ref: float | None = None, eps: float = 1e-12
 ) -> Tensor:
-    """SimA of a packed projection [B, N, 3, H, D] -> [B, N, H, D], in training on the CPU.
+    """SimA of a packed projection [B, N, 3, H, D] -> [B, N, H, D], for training on the CPU.
 
-    The gradient comes packed; those of q, k and v would have to be copied into one tensor.
+    The gradient is packed too, so that the gradients of q, k and v need no copy into one tensor.
     """
     q = qkv.select(2, 0).transpose(1, 2)  # [B, H, N, D]
     gain = None if token_ref is None else token_gain(q, token_mask, token_ref)
@@ -111,7 +110,7 @@ def _options(x: Tensor, order: str, eps: float, gain: float | Tensor | None) -> 
 def folded_in_one(
     q: Tensor, k: Tensor, v: Tensor, *, order: str, eps: float, gain: float | Tensor | None, norm: str = "l1"
 ) -> Tensor:
-    """SimA of all images at once, in operations that every transform of torch knows."""
+    """SimA of all images at once, in operations that every torch transform supports."""
     dtype, work = q.dtype, compute_dtype(q.dtype)
     q, k, v = q.to(work), k.to(work), v.to(work)
     s_q, s_k = inverse_norm(q, eps=eps, norm=norm), inverse_norm(k, eps=eps, norm=norm)  # [B, H, D] each
@@ -121,15 +120,15 @@ def folded_in_one(
 
 
 def heads_last(o: Tensor) -> Tensor:
-    """o [B, H, N, Dv], lying in memory as [B, N, H, Dv]: the projection after it reads it without a copy.
+    """o [B, H, N, Dv], stored as [B, N, H, Dv], so that the projection after it reads it without a copy.
 
-    Every backend returns this layout. Exported programs have no layouts, so there it would be a copy for nothing.
+    Every backend returns this layout. Exported programs have no layouts, so the copy would be useless there.
     """
     return o if torch.compiler._is_exporting_flag else o.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def token_gain(q: Tensor, query_mask: Tensor | None, token_ref: float) -> float | Tensor:
-    """N / token_ref, N being the query tokens that are not padding: one number, or [B, 1, 1] with a mask."""
+    """N / token_ref, where N counts the query tokens that are not padding: a number, or [B, 1, 1] with a mask."""
     if query_mask is None:
         return q.shape[2] / token_ref
     return query_mask.sum(1, dtype=compute_dtype(q.dtype))[:, None, None] / token_ref
@@ -138,7 +137,7 @@ def token_gain(q: Tensor, query_mask: Tensor | None, token_ref: float) -> float 
 def drop_padding(
     q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None, query_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Zero the masked rows, v too: then not even a NaN in the padding reaches the output."""
+    """Set the masked rows to zero, also in v, so that a NaN in the padding does not reach the output."""
     if query_mask is not None:
         q = q.masked_fill(~query_mask[:, None, :, None], 0)
     if key_mask is not None:
@@ -148,11 +147,11 @@ def drop_padding(
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager:
-    """Autocast off for the device of x, where it is on; "meta" has none."""
+    """A context without autocast for the device of x; the "meta" device has no autocast."""
     is_off = x.is_meta or not torch.is_autocast_enabled(x.device.type)
     return nullcontext() if is_off else torch.autocast(x.device.type, enabled=False)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 stays; everything else is summed in float32."""
+    """The dtype of sums: float64 for float64, float32 for everything else."""
     return torch.float64 if dtype == torch.float64 else torch.float32

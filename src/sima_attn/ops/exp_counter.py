@@ -1,16 +1,16 @@
-"""Counts the exp-like functions a computation really evaluates, element by element.
+"""Counts the numbers that a computation evaluates exp-like functions on.
 
-"Exp-like" is every function whose hardware form needs an exponential (or a table of one): exp itself, powers
-whose exponent is computed, softmax, sigmoid, tanh, erf, and the activations made of them. A fused kernel counts with
-what it evaluates inside: softmax attention with its N x M exponentials, an encoder layer with its GELU too, an LSTM
-with the three sigmoids and two tanh of each hidden unit and step. An operator of another library may do anything
-inside, so it is counted under its full name, on the numbers of its first tensor.
+A function is exp-like if hardware needs an exponential (or a table of one) for it: exp itself, powers with a computed
+exponent, softmax, sigmoid, tanh, erf, and the activations that use them. A fused kernel counts with the functions
+inside it: softmax attention with its N x M exponentials, an encoder layer with its GELU as well, an LSTM with three
+sigmoids and two tanh per hidden unit and step. The contents of an operator of another library are unknown, so it is
+counted under its full name, with the numbers of its first tensor.
 
 Not counted:
 - x ** y with a fixed exponent: a number or a parameter.
-- Powers of a table, a tensor made of nothing but shapes and numbers. Position encodings are made so: constants at a
+- Powers of a table, a tensor computed only from shapes and numbers, as position encodings are: it is constant at a
   fixed size.
-- Kernels that are launched without the dispatcher, such as a bare Triton kernel.
+- Kernels that are launched without the dispatcher, such as a plain Triton kernel.
 """
 
 import weakref
@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 Arguments = dict[str, Any]  # of one call, by the names in the operator's schema
-Counts = dict[str, int]  # the name a person knows a function by -> how many numbers it is evaluated on
+Counts = dict[str, int]  # common name of a function -> how many numbers it is evaluated on
 
 _FUNCTIONS = """
     exp exp2 expm1 softmax _softmax log_softmax _log_softmax _safe_softmax _masked_softmax logsumexp logcumsumexp
@@ -47,7 +47,7 @@ _FUSED_RECURRENT = """
 _POWERS = {"pow": "exponent", "pow_": "exponent", "ldexp": "other", "ldexp_": "other"}  # -> name of the exponent
 _RECURRENT_MODES = ("rnn_relu", "rnn_tanh", "lstm", "gru")  # in the order of torch's mode numbers
 _EXPS_PER_UNIT = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 5, "gru": 3}  # sigmoids and tanh per hidden unit and step
-# Operators of torch, torchvision and this package: what is exp-like among them is listed here.
+# Operators of torch, torchvision and this package: those that are exp-like are listed in this module.
 _KNOWN_NAMESPACES = frozenset(
     """
     aten prim prims quantized _quantized quantized_decomposed mkldnn onednn sparse c10d _c10d_functional torchvision
@@ -113,7 +113,7 @@ def _of_recurrent(operator: str) -> Callable[[Arguments], Counts]:
     return count
 
 
-# aten operation -> what one call of it evaluates
+# aten operation -> counts of one call
 EXP_LIKE: dict[str, Callable[[Arguments], Counts]] = {
     **{name: _of_function(name.strip("_")) for name in _FUNCTIONS},
     # In-place forms.
@@ -161,7 +161,7 @@ class ExpCounter(TorchDispatchMode):
         return out
 
     def add(self, name: str, count: int) -> None:
-        """Note one call; a subclass may note more, such as the module that runs."""
+        """Count one call; a subclass may store more, such as the module that runs."""
         self.counts[name] += count
 
     def _evaluated(self, func, args: tuple, kwargs: dict[str, Any]) -> Counts:
@@ -177,7 +177,7 @@ class ExpCounter(TorchDispatchMode):
         return EXP_LIKE[operator](arguments) if operator in EXP_LIKE else {}
 
     def _is_computed(self, exponent: Any) -> bool:
-        """True for the exponent of a power that is exp-like; integers make products."""
+        """True for the exponent of a power that is exp-like; integer powers are products."""
         fixed = not isinstance(exponent, Tensor) or isinstance(exponent, nn.Parameter) or self._is_table(exponent)
         return not fixed and exponent.is_floating_point()
 
@@ -185,11 +185,11 @@ class ExpCounter(TorchDispatchMode):
         return tensor.untyped_storage()._cdata in self._tables
 
     def _follow_tables(self, func, inputs: list[Tensor], out: Any) -> None:
-        """Note which storages hold tables: what is made of shapes and numbers alone, or of other tables."""
+        """Store which storages hold tables: tensors computed only from shapes, numbers and other tables."""
         random = torch.Tag.nondeterministic_seeded in func.tags
         uninitialized = func.overloadpacket.__name__.startswith(("empty", "new_empty"))
         is_table = not random and not uninitialized and all(map(self._is_table, inputs))
-        # What is written in place is among the outputs of most operators, and of all among the inputs.
+        # Most operators return a tensor that they change in place; for the others it is among the inputs.
         for tensor in (*_tensors(out), *(inputs if func._schema.is_mutable else ())):
             storage = tensor.untyped_storage()
             if is_table:
@@ -199,7 +199,7 @@ class ExpCounter(TorchDispatchMode):
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
-    """The tensors in nested arguments or outputs that have a storage of their own."""
+    """The strided tensors in nested arguments or outputs; others have no storage."""
     return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.layout == torch.strided)
 
 

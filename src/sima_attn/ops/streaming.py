@@ -1,10 +1,9 @@
-"""SimA over more tokens than memory holds: feed tiles, keep D x Dv + 2 D numbers a head.
+"""SimA over more tokens than fit into memory: add tiles, keep D x Dv + 2 D numbers per head.
 
-K^T V, |K|_1 and |Q|_1 are plain sums over tokens, so tiles can come in any order and size, and partial
-sums from several machines simply add up. Softmax attention has no such state: it must see all keys for
-every query.
+K^T V, |K|_1 and |Q|_1 are plain sums over tokens, so tiles can have any order and size, and partial sums from several
+machines are added. Softmax attention has no such state: it needs all keys for every query.
 
-Shapes: B batch, H heads, N query tokens, M key tokens, D channels a head, Dv value channels a head.
+Shapes: B batch, H heads, N query tokens, M key tokens, D channels per head, Dv value channels per head.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from sima_attn.ops.eager import compute_dtype, drop_padding, l1_over_tokens, wit
 
 
 class SimaAccumulator:
-    """SimA attention in two passes over token tiles, equal to `sima_attention` on the whole.
+    """SimA attention in two passes over token tiles, equal to `sima_attention` on all tokens.
 
     First pass: `add_keys(k, v)` and `add_queries(q)` for every tile, in any order.
     Second pass: `attend(q)` for every query tile.
@@ -65,27 +64,27 @@ class SimaAccumulator:
         self.queries = _sum(self.queries, count)
 
     def merge(self, other: SimaAccumulator) -> None:
-        """Add what another accumulator has seen of the same images, e.g. on another machine."""
+        """Add the sums of another accumulator for the same images, e.g. from another machine."""
         if (self.eps, self.token_ref) != (other.eps, other.token_ref):
             raise ValueError(
-                f"accumulators to be merged must share eps and token_ref, got {(self.eps, self.token_ref)} "
+                f"accumulators must have the same eps and token_ref to be merged, got {(self.eps, self.token_ref)} "
                 f"and {(other.eps, other.token_ref)}"
             )
         for name in ("kv", "k_norm", "q_norm", "queries"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine is not None and theirs is not None and mine.shape != theirs.shape:
                 raise ValueError(
-                    f"accumulators to be merged must hold the same images and heads: {name} has shape "
-                    f"{tuple(mine.shape)} here and {tuple(theirs.shape)} there"
+                    f"accumulators must have the same images and heads to be merged: {name} has shapes "
+                    f"{tuple(mine.shape)} and {tuple(theirs.shape)}"
                 )
             setattr(self, name, theirs if mine is None else mine if theirs is None else mine + theirs)
 
     def attend(self, q: Tensor, query_mask: Tensor | None = None) -> Tensor:
-        """The output [B, H, n, Dv] for a tile of queries that `add_queries` has seen."""
+        """The output [B, H, n, Dv] for a tile of queries that was passed to `add_queries`."""
         if self.kv is None or self.k_norm is None:
-            raise ValueError("there is nothing to attend to yet: call add_keys(k, v) for every tile first")
+            raise ValueError("there are no keys yet: call add_keys(k, v) for every tile first")
         if self.q_norm is None or self.queries is None:
-            raise ValueError("|Q|_1 is not known yet: call add_queries(q) for every tile of queries first")
+            raise ValueError("there are no queries yet: call add_queries(q) for every tile of queries first")
         check_qkv(q, q, q)
         if query_mask is not None:
             check_mask("query_mask", query_mask, q)

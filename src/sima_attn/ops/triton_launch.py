@@ -25,7 +25,7 @@ FINISH_ROWS = 4  # rows of the state that one program adds up, half as many wher
 
 
 class Inputs(NamedTuple):
-    """What the kernels read. In a packed tensor, which takes the place of q, k and v start at `offsets`."""
+    """Inputs of the kernels. If q is a packed tensor, k and v are None and start at `offsets` in it."""
 
     q: Tensor
     k: Tensor | None

@@ -1,8 +1,8 @@
 """SimA by the Triton kernels: eager calls, torch operators for torch.compile, and their gradients.
 
-A plain call goes through a `PreparedCall`, which checks nothing and repeats recorded launches. Wherever more than
-torch's autograd looks at a call (a compiler, a tracer, a dispatch mode, a tensor subclass), it goes through the
-operator `sima_attn::attention`. torch.compile sees the kernels inside it and launches them itself.
+A plain call goes through a `PreparedCall`, which checks nothing and repeats recorded launches. A call that a compiler,
+a tracer, a dispatch mode or a tensor subclass must see goes through the operator `sima_attn::attention`. torch.compile
+sees the kernels inside the operator and launches them itself.
 
 `tensors` are q, k and v, or one packed tensor [B, N, 3, H, D], whose gradient is packed too.
 
@@ -42,7 +42,7 @@ class PreparedCall:
     def through_operator(
         self, *tensors: Tensor, query_mask: Tensor | None = None, key_mask: Tensor | None = None
     ) -> Tensor:
-        """The same for a compiler, a tracer or a dispatch mode to look at; nothing is recorded."""
+        """The same through the operator, which compilers, tracers and dispatch modes see; nothing is recorded."""
         options = self._options(tensors, as_bytes(query_mask), as_bytes(key_mask))
         q, k, v = tensors if len(tensors) == 3 else (*tensors, None, None)
         return attention(q, k, v, *options, self.order, needs_grad(*tensors))[0]
@@ -86,7 +86,7 @@ class PreparedCall:
 
 
 class _Attention(torch.autograd.Function):
-    """A prepared call with its gradient. It has no setup_context, for which torch would inspect every call."""
+    """A prepared call with its gradient. With setup_context, torch would inspect every call."""
 
     @staticmethod
     def forward(ctx, call, query_mask, key_mask, *tensors):

@@ -1,4 +1,4 @@
-"""Which tensors the Triton kernels can take, found out without importing triton."""
+"""Which tensors the Triton kernels support, checked without importing triton."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch: 
 
 
 def unsupported_reason(q: Tensor, k: Tensor, v: Tensor, order: str = "auto") -> str | None:
-    """Why the kernels cannot take these tensors in this order, or None where they can."""
+    """Why the kernels do not support these tensors in this order; None if they do."""
     N, M, D, Dv = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
     reason = _unsupported_device(q.device)
     if reason is not None:
@@ -45,7 +45,7 @@ def _unsupported_device(device: torch.device) -> str | None:
         return None if INTERPRETED else "they run on CUDA devices, got a tensor on the CPU"
     if device.type != "cuda":
         return f"they run on CUDA devices, got a tensor on {device}"
-    # torch.compile cannot trace the query.
+    # torch.compile cannot trace get_device_capability.
     if not torch.compiler.is_compiling() and _is_too_old(device):
         return "they need a GPU of compute capability 8.0 (Ampere) or newer"
     return None
@@ -57,7 +57,7 @@ def _is_too_old(device: torch.device) -> bool:
 
 
 def is_plain_call(*tensors: Tensor | None) -> bool:
-    """True where nothing but torch's autograd looks at a call: no compiler, tracer, mode, transform or subclass."""
+    """True for a call without compiler, tracer, dispatch mode, function transform or subclass; autograd is allowed."""
     if torch.compiler.is_compiling():
         return False
     for t in tensors:
@@ -71,5 +71,5 @@ def is_plain_call(*tensors: Tensor | None) -> bool:
 
 
 def describe(t: Tensor | None) -> tuple | None:
-    """Everything that the checks of a call, its kernels and their compilation depend on."""
+    """The properties of a tensor that the checks of a call, its kernels and their compilation depend on."""
     return None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15)

@@ -1,7 +1,7 @@
 """How the Triton kernels divide their work: a table by shape class, tuned on an H200.
 
-A choice depends on numbers that are known when a model is compiled, never on a measurement at run time, so eager
-calls and torch.compile run the same kernels. benchmarks/tune_tiles.py searches for better entries.
+A choice depends only on numbers that are known at compile time, not on measurements, so eager calls and torch.compile
+run the same kernels. benchmarks/tune_tiles.py searches for better entries.
 """
 
 import functools
@@ -12,15 +12,15 @@ import torch
 from sima_attn.ops.cost import choose_order
 
 LARGEST_HEAD = 256
-# A head is one program up to this many tokens, whatever the batch: splitting costs a second launch.
+# A head is one program up to this many tokens, for any batch size: splitting costs a second launch.
 FEW_TOKENS = 256
-# Where the heads alone fill the chip, the forward stays one program per head up to this many.
+# Where the heads fill the chip, the forward is one program per head up to this many tokens.
 FEW_TOKENS_OF_MANY_HEADS = 2048
 # The whole state of a head must fit the registers of one program; by bytes per number of the inputs.
 LARGEST_STATE = {2: 128 * 128, 4: 64 * 64}
-SMALLEST_SHARE = 128  # tokens that are worth a program of their own
-PROGRAMS = 1.25  # that share the tokens, per multiprocessor; more would write more shares
-# Up to so many tokens x heads, heads that are narrow have few shares, which every program that needs their sum adds:
+SMALLEST_SHARE = 128  # fewest tokens per share
+PROGRAMS = 1.25  # programs per multiprocessor that sum over shares of the tokens; more would write more shares
+# Up to this many tokens x heads, narrow heads have few shares, and each program that needs their sum adds them itself:
 # a third launch would cost more than reading the shares again.
 SMALL_CALL = 2**16
 NARROW_HEAD = 64
@@ -39,18 +39,18 @@ class Tile(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What the choice of a tile depends on."""
+    """The properties of a call that the choice of a tile depends on."""
 
     tokens: int
     width: int  # the larger of the two padded channel counts
     itemsize: int
     fills_chip: bool  # there are several heads per multiprocessor
     shared_memory: int  # bytes per program
-    converted: bool = False  # factors of products are written down again in float32, as float16 ones are
+    converted: bool = False  # factors of products are stored again in float32, as for float16 inputs
 
 
 def padded(size: int) -> int:
-    """The next power of two that the tensor cores take, at least 16."""
+    """The next power of two, at least 16: the sizes that tensor cores support."""
     return max(16, 1 << (size - 1).bit_length())
 
 
@@ -60,7 +60,7 @@ def cdiv(total: int, size: int) -> int:
 
 
 def fits_one_tile(N: int, M: int, D: int, Dv: int, itemsize: int) -> bool:
-    """True where all tokens of a head fit one tile that leaves room for the products of the "qk" order."""
+    """True where all tokens of a head and the products of the "qk" order fit one tile."""
     tokens, width = max(N, M), padded(max(D, Dv))
     if itemsize > 2:
         return tokens <= 64 and width <= 64
@@ -70,17 +70,17 @@ def fits_one_tile(N: int, M: int, D: int, Dv: int, itemsize: int) -> bool:
 def order_on_gpu(N: int, M: int, D: int, Dv: int, itemsize: int) -> str:
     """The order of "auto" for the kernels: "qk" where it is cheaper and all tokens fit one tile, else "kv".
 
-    What counts on a GPU is memory, not multiplications, and past one tile "kv" reads k and v only once.
+    Memory traffic matters more than multiplications on a GPU, and beyond one tile "kv" reads k and v only once.
     """
     return choose_order(N, M, D, Dv) if fits_one_tile(N, M, D, Dv, itemsize) else "kv"
 
 
 def count_shares(tokens: int, heads: int, multiprocessors: int, *, narrow: bool) -> tuple[int, bool]:
-    """Into how many shares the tokens of a head are split, and whether these are few enough for two launches."""
+    """The number of shares of a head's tokens, and whether they are few enough for two launches."""
     by_tokens, by_heads = cdiv(tokens, SMALLEST_SHARE), cdiv(int(PROGRAMS * multiprocessors), heads)
     wanted = by_tokens if by_tokens <= by_heads else by_heads
     if narrow and tokens * heads <= SMALL_CALL:
-        # Few values, since the kernels are compiled for each.
+        # Few different values, because the kernels are compiled for each.
         return next((few for few in (1, 2, 4) if wanted <= few), FEW_SHARES), True
     return wanted, False
 
@@ -97,7 +97,7 @@ def choose_tile(kernel: str, problem: Problem) -> Tile:
 
 
 def _candidates(kernel: str, problem: Problem) -> list[Tile]:
-    """Tiles for a kernel, the best known one first, frugal ones last."""
+    """Tiles for a kernel: the best known one first, those with little shared memory last."""
     wide = problem.width * problem.itemsize > 64 * 2  # a row of a tile takes more than 128 bytes
     if problem.width > 64 and problem.itemsize == 2:
         return [Tile(64, warps=8), Tile(32, warps=8), Tile(16, warps=8, stages=1)]
@@ -118,16 +118,16 @@ def _candidates(kernel: str, problem: Problem) -> list[Tile]:
 
 
 def _forward_head_candidates(problem: Problem, wide: bool) -> list[Tile]:
-    frugal = [Tile(64, warps=4), Tile(32, warps=4)]
+    small = [Tile(64, warps=4), Tile(32, warps=4)]
     for rows in (16, 32, 64):
         if problem.tokens <= rows:
-            return [Tile(rows, warps=2 if problem.itemsize == 2 else 4, stages=1), *frugal]
+            return [Tile(rows, warps=2 if problem.itemsize == 2 else 4, stages=1), *small]
     if problem.tokens <= 256 and not problem.fills_chip and not wide:
-        return [Tile(128 if problem.tokens <= 128 else 256, warps=4, stages=1, registers=168), *frugal]
+        return [Tile(128 if problem.tokens <= 128 else 256, warps=4, stages=1, registers=168), *small]
     if problem.tokens <= 256:
         narrow = [] if wide else [Tile(128, warps=4, registers=128)]
-        return [*narrow, Tile(64, warps=4, stages=3, registers=128), *frugal]
-    return [Tile(64, warps=4, stages=3, registers=168), *frugal]
+        return [*narrow, Tile(64, warps=4, stages=3, registers=128), *small]
+    return [Tile(64, warps=4, stages=3, registers=168), *small]
 
 
 class Chip(NamedTuple):

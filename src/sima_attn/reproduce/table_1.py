@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from sima_attn.audit.model import audit_named
+from sima_attn.auditing.model import audit_named
 from sima_attn.report.tables import TextTable
 from sima_attn.reproduce.paper_models import TABLE_1, PaperRow
 

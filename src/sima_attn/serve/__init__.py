@@ -1,7 +1,7 @@
-"""A page on which a photo is classified and looked into, and one on which the browser itself runs the model.
+"""Web pages that classify a photo and show attention maps; one of them runs the model in the browser.
 
-limits    what a request may cost: bytes, pixels, waiting, seconds      connections   the same for a connection
-photos    uploaded bytes -> photo, or a refusal that says why
-analyzer  model and photo -> what the page shows          in_browser   ONNX file -> what the second page needs
-app       the routes, their headers and errors      run    uvicorn around it      page/    the pages themselves
+limits      limits of a request             connections  limits of a connection
+photos      uploaded bytes -> photo         analysis     model and photo -> contents of the page
+in_browser  ONNX file -> what the second page needs
+app         routes, headers, errors         run  uvicorn        page/  HTML, CSS and JavaScript
 """

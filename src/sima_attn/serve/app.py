@@ -1,4 +1,4 @@
-"""The routes of the page, their headers and their errors."""
+"""The routes of the page, their headers and errors."""
 
 import asyncio
 import logging
@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 
 from sima_attn._version import __version__
 from sima_attn.explain.photo_model import PhotoModel
-from sima_attn.serve.analyzer import Analysis, Analyzer, Effect, ModelFacts, Times
+from sima_attn.serve.analysis import Analysis, Analyzer, Effect, ModelFacts, Times
 from sima_attn.serve.connections import LoopErrors
 from sima_attn.serve.in_browser import BrowserModel, InBrowser
 from sima_attn.serve.limits import Gate, Limits, Refusal
@@ -27,7 +27,7 @@ from sima_attn.serve.photos import decode, find_samples, thumbnail
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 HOST = re.compile(r"(?:\[(?P<ipv6>[0-9a-f:.]+)\]|(?P<name>[a-z0-9._-]+))(?::(?P<port>[0-9]{1,5}))?")
-# No inline script or style, nothing from elsewhere.
+# No inline scripts or styles, nothing from other hosts.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -60,20 +60,20 @@ PHOTO_BODY: dict[str, Any] = {
 }
 ERROR = {"application/json": {"schema": {"type": "object", "properties": {"detail": {"type": "string"}}}}}
 REFUSALS: dict[int | str, dict[str, Any]] = {
-    400: {"description": "No photo", "content": ERROR},
-    403: {"description": "Asked for by another site", "content": ERROR},
+    400: {"description": "The body is empty", "content": ERROR},
+    403: {"description": "Sent by another site", "content": ERROR},
     408: {"description": "The upload took too long", "content": ERROR},
     413: {"description": "Too many bytes or pixels", "content": ERROR},
     415: {"description": "Not an image", "content": ERROR},
     422: {"description": "A broken image, or a setting out of range", "content": ERROR},
-    429: {"description": "Too many requests wait", "content": ERROR},
-    504: {"description": "Out of time", "content": ERROR},
+    429: {"description": "Too many requests are waiting", "content": ERROR},
+    504: {"description": "Timeout", "content": ERROR},
 }
 log = logging.getLogger("sima_attn.serve")
 
 
 def _digits(text: object) -> object:
-    """What pydantic reads as an int, less what only looks like one: 1.0, 1_000."""
+    """Reject what pydantic would accept as an int, but is not written in digits: 1.0, 1_000."""
     if isinstance(text, str) and not re.fullmatch("-?[0-9]+", text):
         raise ValueError("must be written in digits")
     return text
@@ -91,7 +91,7 @@ def create_app(
     hosts: tuple[str, ...] | None = LOCAL,
     in_browser: InBrowser | None = None,
 ) -> FastAPI:
-    """The application. `hosts` are the names it answers to, None for any: a page elsewhere cannot pose as ours."""
+    """The application. `hosts` are the allowed names in the Host header, None for any (against DNS rebinding)."""
     limits = limits or Limits()
     gate, analyzer, offered = Gate(limits), Analyzer(photo_model, limits), find_samples(samples)
     Size = Annotated[Digits, Query(ge=1, le=4096, description="Pixels.", json_schema_extra={"enum": analyzer.sizes})]
@@ -106,7 +106,7 @@ def create_app(
     app = FastAPI(
         title="sima-attn",
         version=__version__,
-        docs_url=None,  # they load their scripts from elsewhere
+        docs_url=None,  # its scripts come from another host
         redoc_url=None,
         lifespan=lifespan,
     )
@@ -116,42 +116,42 @@ def create_app(
     _add_samples(app, offered, limits, gate)
     _add_browser(app, in_browser or InBrowser())
 
-    async def on_photo(request: Request, look: Callable[[Any], Any]) -> Any:
-        """Read the photo, admit the request and look at it.
+    async def on_photo(request: Request, analyse: Callable[[Any], Any]) -> Any:
+        """Read the photo, then admit the request and analyse it.
 
-        A place is taken when the photo is here: a slow upload keeps nobody out. Where there is none, the client is told
-        before it uploads.
+        A request enters the queue after its upload, so that a slow upload does not block others. If the queue is full,
+        the client gets an error before it uploads.
         """
         gate.check_not_full()
         data = await _body(request, limits)
         with gate.admit():
             photo = await gate.decode(partial(decode, data, limits))
-            return await gate.run(partial(look, photo))
+            return await gate.run(partial(analyse, photo))
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str | int]:
-        """Alive, and how many requests are inside."""
+        """Status, and the number of requests in progress."""
         return {"status": "ok", "inside": gate.inside}
 
     @app.get("/api/model", responses={429: REFUSALS[429], 504: REFUSALS[504]})
     async def model() -> ModelFacts:
-        """What the model is and costs."""
+        """The model and its cost."""
         with gate.admit():
             return await gate.run(analyzer.facts)
 
     @app.post("/api/analyse", openapi_extra=PHOTO_BODY, responses=REFUSALS)
     async def analyse(request: Request, size: Size | None = None) -> Analysis:
-        """Five guesses and the maps of every layer; the body is the photo file."""
+        """The five most probable classes and the maps of all layers; the body is the photo file."""
         return await on_photo(request, lambda photo: analyzer.analyse(photo, size))
 
     @app.post("/api/effect", openapi_extra=PHOTO_BODY, responses=REFUSALS)
     async def effect(request: Request, layer: Number, row: Number, column: Number, size: Size | None = None) -> Effect:
-        """What one patch takes from the others; the body is the photo file."""
+        """Contribution of the other patches to one patch; the body is the photo file."""
         return await on_photo(request, lambda photo: analyzer.effect(photo, layer, row, column, size))
 
     @app.post("/api/times", openapi_extra=PHOTO_BODY, responses=REFUSALS)
     async def times(request: Request, size: Size) -> Times:
-        """Time of a forward with SimA and with softmax; the body is the photo file."""
+        """Time of a forward pass with SimA and with softmax; the body is the photo file."""
         return await on_photo(request, lambda photo: analyzer.times(photo, size))
 
     return app
@@ -161,10 +161,10 @@ def _add_page(app: FastAPI) -> None:
     folder = files("sima_attn.serve").joinpath("page")
     for route, (name, kind) in PAGE.items():
         content = folder.joinpath(name).read_bytes()
-        app.get(route, include_in_schema=False)(_always(content, f"{kind}; charset=utf-8"))
+        app.get(route, include_in_schema=False)(_constant(content, f"{kind}; charset=utf-8"))
 
 
-def _always(content: bytes, kind: str) -> Callable[[], Awaitable[Response]]:
+def _constant(content: bytes, kind: str) -> Callable[[], Awaitable[Response]]:
     async def answer() -> Response:
         return Response(content, media_type=kind)
 
@@ -182,14 +182,14 @@ def _add_samples(app: FastAPI, offered: Mapping[str, Path], limits: Limits, gate
         response_class=Response,
         responses={
             200: {"content": {"image/jpeg": {}}},
-            404: {"description": "No such sample", "content": ERROR},
+            404: {"description": "Unknown sample", "content": ERROR},
             **{status: REFUSALS[status] for status in (422, 429, 504)},
         },
     )
     async def sample(name: str, side: Annotated[Digits, Query(ge=16, le=1024)] = 1024) -> Response:
         """A photo as JPEG."""
         if name not in offered:
-            raise Refusal(404, "there is no such sample")
+            raise Refusal(404, "unknown sample")
         with gate.admit():
             content = await gate.decode(partial(thumbnail, offered[name], limits, side))
         return Response(content, media_type="image/jpeg")
@@ -198,20 +198,20 @@ def _add_samples(app: FastAPI, offered: Mapping[str, Path], limits: Limits, gate
 def _add_browser(app: FastAPI, in_browser: InBrowser) -> None:
     @app.get("/api/browser", responses={404: {"description": "Nothing to run in the browser", "content": ERROR}})
     async def browser() -> BrowserModel:
-        """The model that the page `browser` runs by itself."""
+        """The model that the page `browser` runs."""
         return in_browser.facts()
 
     @app.get("/browser/{name}", include_in_schema=False)
     async def browser_file(name: str) -> FileResponse:
         if name not in in_browser.files:
-            raise Refusal(404, "there is no such file")
+            raise Refusal(404, "unknown file")
         path, kind = in_browser.files[name]
         return FileResponse(path, media_type=kind)
 
 
 async def _body(request: Request, limits: Limits) -> bytes:
-    """The body, never more of it in memory than is allowed."""
-    too_large = Refusal(413, f"the photo is larger than the {limits.bytes / 2**20:g} MiB that are allowed")
+    """The body; reading stops when it is too large."""
+    too_large = Refusal(413, f"the photo is larger than the allowed {limits.bytes / 2**20:g} MiB")
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > limits.bytes:
         raise too_large
@@ -230,7 +230,7 @@ async def _body(request: Request, limits: Limits) -> bytes:
 
 
 def _host_name(request: Request) -> str | None:
-    """The host in the Host header; None where the header is malformed or missing."""
+    """The name in the Host header; None if the header is malformed or missing."""
     found = HOST.fullmatch(request.headers.get("host", "").lower())
     if found is None or int(found["port"] or 0) > 65535:
         return None
@@ -238,7 +238,7 @@ def _host_name(request: Request) -> str | None:
 
 
 def _is_from_another_site(request: Request) -> bool:
-    """Whether a browser says that the page which sends this was not served from here."""
+    """Whether, according to the browser, a page of another site sent the request."""
     host, origin = request.headers["host"].lower(), request.headers.get("origin")
     if origin is not None and origin.lower() not in (f"http://{host}", f"https://{host}"):  # https: behind a proxy
         return True
@@ -246,26 +246,26 @@ def _is_from_another_site(request: Request) -> bool:
 
 
 def _answer_errors(app: FastAPI, hosts: tuple[str, ...] | None) -> None:
-    """Headers on every answer; every error is {"detail": one sentence}, without a path or a stack trace."""
+    """Add headers to all answers; answer errors with {"detail": one sentence}, without paths or stack traces."""
 
     def answer(status: int, message: str) -> JSONResponse:
         headers = {**HEADERS, **({"Retry-After": "3"} if status == 429 else {})}
         return JSONResponse({"detail": message}, status, headers)
 
     @app.middleware("http")
-    async def guard(request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:
+    async def guard(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
         name = _host_name(request)
         if name is None:
             return answer(400, "the Host header must be NAME or NAME:PORT")
         if hosts is not None and name not in hosts:
-            return answer(400, f"this server answers to {', '.join(hosts)} only")
+            return answer(400, f"the Host header must name one of: {', '.join(hosts)}")
         if request.method not in ("GET", "HEAD") and _is_from_another_site(request):
-            return answer(403, "this was asked for by another site")
+            return answer(403, "requests from other sites are not allowed")
         try:
-            response = await go_on(request)
+            response = await call_next(request)
         except Exception:
-            log.exception("%s failed", request.url.path)  # the log, not the visitor, gets the trace
-            return answer(500, "something went wrong here; the server's log says what")
+            log.exception("%s failed", request.url.path)  # the stack trace goes to the log only
+            return answer(500, "internal error; see the log of the server")
         response.headers.update(HEADERS | MAY_COMPILE.get(request.url.path, {}))
         return response
 

@@ -1,4 +1,4 @@
-"""What a connection may cost: no client is waited for without end, and none of them fills the process or its log."""
+"""Limits of a connection: timeouts for slow clients, a maximum number of connections, and a short log."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ log = logging.getLogger("sima_attn.serve")
 
 
 class Deadline:
-    """Calls `expire` when it has run for so many seconds without being stopped."""
+    """Calls `expire` after `seconds`, unless stopped before."""
 
     def __init__(self, seconds: float, expire: Callable[[], object]) -> None:
         self.seconds, self.expire = seconds, expire
         self.timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Start it, unless it runs already."""
+        """Start it, unless it is running."""
         if self.timer is None:
             self.timer = asyncio.get_running_loop().call_later(self.seconds, self.expire)
 
     def stop(self) -> None:
-        """Stop it, if it runs."""
+        """Stop it, if it is running."""
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
 
 
 class BoundedConnection(H11Protocol):
-    """uvicorn's HTTP connection with the deadlines that it lacks; that of a body is in the application.
+    """uvicorn's HTTP connection with additional limits; the application limits the time of an upload.
 
-    - The headers of a request arrive within `limits.header_seconds`.
-    - A client that reads nothing of its answer for `limits.send_seconds` is disconnected.
-    - At most `limits.connections` are open. A new one then takes the place of the oldest that waits for its client, so
-      that clients who send nothing, or very slowly, cannot keep others out.
+    - The headers of a request must arrive within `limits.header_seconds`.
+    - A client that does not read its answer for `limits.send_seconds` is disconnected.
+    - At most `limits.connections` are open. A new one replaces the oldest that waits for its client, so that clients
+      that send nothing, or very slowly, do not block others.
     """
 
-    connections: set[Any]  # of the server, all of this class
+    connections: set[Any]  # all connections of the server
 
     def __init__(self, limits: Limits, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -57,29 +57,29 @@ class BoundedConnection(H11Protocol):
 
     @property
     def in_request(self) -> bool:
-        """Whether the headers of a request are here and its answer is not complete."""
+        """Whether a request has been received (its headers at least) and not yet answered."""
         return self.cycle is not None and not self.cycle.response_complete
 
     @property
     def awaits_client(self) -> bool:
-        """Whether the client is the next to act: to send headers or a body, or to read the answer."""
+        """Whether the server waits for the client: for headers, for a body, or for it to read the answer."""
         return not self.in_request or self.cycle.more_body or self.flow.write_paused
 
     def disconnect(self) -> None:
-        """Close at once, without waiting for the client to read what is left."""
+        """Close at once, without waiting for the client to read the rest."""
         self.transport.abort()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the deadline of the headers; make room where there are too many connections."""
+        """Start the deadline of the headers; close the oldest connection if there are too many."""
         super().connection_made(transport)
         self.header_deadline.start()
         if len(self.connections) > self.limits.connections:
             oldest = min((one for one in self.connections if one.awaits_client), key=lambda one: one.opened)
-            self.connections.discard(oldest)  # at once: more may be accepted before its `connection_lost`
+            self.connections.discard(oldest)  # now: more may be accepted before its `connection_lost`
             oldest.disconnect()
 
     def data_received(self, data: bytes) -> None:
-        """Pass the bytes on; the deadline runs until they complete the headers."""
+        """Handle received bytes; the deadline runs until the headers are complete."""
         super().data_received(data)
         if self.in_request:
             self.header_deadline.stop()
@@ -87,7 +87,7 @@ class BoundedConnection(H11Protocol):
             self.header_deadline.start()
 
     def timeout_keep_alive_handler(self) -> None:
-        """End a connection on which no further request came."""
+        """Close an idle connection."""
         self.disconnect()
 
     def pause_writing(self) -> None:
@@ -96,7 +96,7 @@ class BoundedConnection(H11Protocol):
         self.send_deadline.start()
 
     def resume_writing(self) -> None:
-        """Stop it: the client reads again."""
+        """Stop the deadline: the client reads again."""
         super().resume_writing()
         self.send_deadline.stop()
 
@@ -108,9 +108,9 @@ class BoundedConnection(H11Protocol):
 
 
 class LoopErrors:
-    """Errors of the event loop go to the log; connections that cannot be accepted in one line per minute.
+    """Logs errors of the event loop; connections that cannot be accepted are logged once per minute.
 
-    asyncio retries these every second, and would write a stack trace for each connection that waits.
+    asyncio retries them each second, and would log a stack trace for each waiting connection.
     """
 
     def __init__(self) -> None:
@@ -123,4 +123,4 @@ class LoopErrors:
             loop.default_exception_handler(context)
         elif loop.time() > self.silent_until:
             self.silent_until = loop.time() + LOG_INTERVAL
-            log.warning("connections cannot be accepted: %s; raise the limit with `ulimit -n`", error.strerror)
+            log.warning("cannot accept connections: %s; raise the limit with `ulimit -n`", error.strerror)

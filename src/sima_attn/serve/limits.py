@@ -1,4 +1,4 @@
-"""What a request may cost, and the gate that keeps the rest out."""
+"""Limits of a request, and the gate that enforces them."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
-DECODERS = 2  # at most two photos, decoded, in memory at a time
+DECODERS = 2  # decoded photos in memory at a time
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What clients may take.
+    """Limits for clients.
 
     Attributes:
-        bytes, pixels: Of an upload.
-        scans: Of a progressive JPEG, each of which costs as much as decoding the whole image. Encoders write about 10.
-        queue: Requests that may wait.
-        seconds: To wait and be answered.
-        connections: That are open at the same time.
-        header_seconds, upload_seconds, send_seconds: For the headers, for the body, and to read from the answer again.
-        stop_seconds: For running requests when the server is stopped.
-        tokens: Bounds the sizes that are offered: softmax takes time, and a look inside memory, as their square.
+        bytes, pixels: Size of an upload.
+        scans: Scans of a progressive JPEG; each costs as much as decoding the whole image. Encoders write about 10.
+        queue: Number of waiting requests.
+        seconds: Time of a request, including waiting.
+        connections: Number of open connections.
+        header_seconds, upload_seconds, send_seconds: Time for the headers, for the body, and to continue reading.
+        stop_seconds: Time for running requests when the server stops.
+        tokens: Bounds the image sizes: softmax's time and the memory of the maps grow with the square of the tokens.
     """
 
     bytes: int = 12 * 2**20
@@ -41,8 +41,8 @@ class Limits:
     tokens: int = 2500
 
 
-class Refusal(Exception):  # noqa: N818 - an answer, no failure of the program
-    """A request that is answered with a status of 4xx (or 504) and one clear sentence."""
+class Refusal(Exception):  # noqa: N818 - an answer, not a failure of the program
+    """A request that is answered with a status of 4xx (or 504) and one sentence."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -50,10 +50,10 @@ class Refusal(Exception):  # noqa: N818 - an answer, no failure of the program
 
 
 class Gate:
-    """Keeps requests out when too many are inside, and runs their work.
+    """Rejects requests when too many are waiting, and runs their work.
 
-    Work on the model is done one piece at a time: the hooks that read it must not see another forward. Work that is
-    out of time is answered at once; it is dropped if it has not begun, but what runs cannot be stopped.
+    Work on the model runs one piece at a time, since its hooks must not see another forward pass. A timeout is answered
+    at once; work that has not started is dropped, but running work cannot be stopped.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -63,18 +63,18 @@ class Gate:
         self.open()
 
     def open(self) -> None:
-        """Ready for work, again after a `close` too; threads start with the first work."""
+        """Create the thread pools; also after a `close`."""
         self._model = ThreadPoolExecutor(1, thread_name_prefix="model")
         self._decoders = ThreadPoolExecutor(DECODERS, thread_name_prefix="decode")
 
     def check_not_full(self) -> None:
-        """A Refusal where all places are taken."""
+        """Raise a Refusal if the queue is full."""
         if self.inside > self.limits.queue:
             raise Refusal(429, f"busy: {self.inside} requests are ahead of this one; try again in a few seconds")
 
     @contextmanager
     def admit(self) -> Iterator[None]:
-        """A place for one request; a Refusal where all are taken."""
+        """Count one request in the block; a Refusal if the queue is full."""
         self.check_not_full()
         self.inside += 1
         try:
@@ -83,11 +83,11 @@ class Gate:
             self.inside -= 1
 
     async def run(self, work: Callable[[], Result]) -> Result:
-        """The result of work on the model."""
+        """Run work on the model."""
         return await self._within_time(self._model, work)
 
     async def decode(self, work: Callable[[], Result]) -> Result:
-        """The result of work on uploaded bytes, which need not wait for the model."""
+        """Run work on uploaded bytes, which does not wait for the model."""
         return await self._within_time(self._decoders, work)
 
     async def _within_time(self, executor: ThreadPoolExecutor, work: Callable[[], Result]) -> Result:
@@ -101,10 +101,10 @@ class Gate:
 
     @property
     def working(self) -> bool:
-        """Whether a thread is at work."""
+        """Whether any work is running."""
         return any(job.running() for job in list(self._jobs))
 
     def close(self) -> None:
-        """Drop what waits; what runs is not waited for, since nothing bounds it."""
+        """Drop waiting work, without waiting for running work, which has no time limit."""
         for executor in (self._model, self._decoders):
             executor.shutdown(wait=False, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""Uploaded bytes -> photo, or a refusal that says why. Samples that the page offers."""
+"""Uploaded bytes -> photo, or a refusal with the reason. Sample photos of the page."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from sima_attn.data.images import ENDINGS, check_size, images_in, make_upright, 
 from sima_attn.serve.limits import Limits, Refusal
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
-SAMPLE_FORMATS = (*FORMATS, "TIFF", "PPM")  # of ENDINGS; the samples are files of whoever serves them
-DRAWN = 1024  # more pixels a side than any model is shown
-MOST_SAMPLES = 60
+SAMPLE_FORMATS = (*FORMATS, "TIFF", "PPM")  # formats of ENDINGS; samples are trusted files
+LONGEST = 1024  # pixels; larger than the input of any model
+MAX_SAMPLES = 60
 JPEG_MARKER = re.compile(rb"\xff([^\x00\xd0-\xd7\xff])")  # in coded data FF 00 is a byte, FF D0 to FF D7 a restart
 END_OF_IMAGE, START_OF_SCAN, WITHOUT_LENGTH = 0xD9, 0xDA, (0x01, 0xD8)
-SAMPLES = {  # of scikit-image, which brings these files along
+SAMPLES = {  # files that come with scikit-image
     "cat": "chelsea.png",
     "astronaut": "astronaut.png",
     "coffee": "coffee.png",
@@ -30,25 +30,25 @@ SAMPLES = {  # of scikit-image, which brings these files along
 
 
 def decode(data: bytes, limits: Limits, formats: tuple[str, ...] = FORMATS) -> Image.Image:
-    """The photo in these bytes, RGB, the way up that its camera noted, no larger than needed.
+    """The photo in these bytes: RGB, upright by its EXIF orientation, at most LONGEST pixels per side.
 
-    The size is read and checked before a single pixel is decoded.
+    The size is checked before any pixel is decoded.
     """
     if not data:
-        raise Refusal(400, "there is no photo in the request: send its bytes as the body")
+        raise Refusal(400, "the request has no photo: send its bytes as the body")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our own limit is lower
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our limit is lower
             image = Image.open(io.BytesIO(data), formats=formats)
     except Image.DecompressionBombError:
         raise Refusal(413, f"the photo has more than {limits.pixels / 1e6:.0f} million pixels") from None
     except UnidentifiedImageError:
-        raise Refusal(415, f"this is not an image that can be read; formats: {', '.join(formats)}") from None
-    except Exception:  # decoders raise what they like on a broken header
+        raise Refusal(415, f"not a readable image; supported formats: {', '.join(formats)}") from None
+    except Exception:  # decoders raise many kinds of errors for a broken header
         raise Refusal(422, "the photo is broken: its header cannot be read") from None
     millions = image.width * image.height / 1e6
     if millions > limits.pixels / 1e6:
-        raise Refusal(413, f"the photo has {millions:.0f} million pixels, {limits.pixels / 1e6:g} million are allowed")
+        raise Refusal(413, f"the photo has {millions:.0f} million pixels; the limit is {limits.pixels / 1e6:g} million")
     if image.format in ("JPEG", "MPO") and count_scans(data, limits.scans) > limits.scans:
         raise Refusal(413, f"the photo is a progressive JPEG of more than {limits.scans} scans; save it with fewer")
     try:
@@ -56,18 +56,18 @@ def decode(data: bytes, limits: Limits, formats: tuple[str, ...] = FORMATS) -> I
     except ValueError as error:
         raise Refusal(413, f"the photo cannot be used: {error}") from None
     try:
-        image.draft("RGB", (DRAWN, DRAWN))  # JPEG decodes at a fraction of its size where that is enough
+        image.draft("RGB", (LONGEST, LONGEST))  # lets JPEG decode at a fraction of its size
         upright = to_rgb(make_upright(image))
-        upright.thumbnail((DRAWN, DRAWN))
-    except Exception:  # as above, in the pixels
+        upright.thumbnail((LONGEST, LONGEST))
+    except Exception:  # as above, for the pixels
         raise Refusal(422, "the photo is broken: its pixels cannot be decoded") from None
     return upright
 
 
 def count_scans(data: bytes, most: int) -> int:
-    """Scans of the first image in a JPEG file, counted up to one more than `most`.
+    """Number of scans of the first image in a JPEG file, counted up to `most` + 1.
 
-    Markers inside a segment, such as those of a thumbnail, do not count, nor does what follows the end of the image.
+    Markers inside a segment, such as those of a thumbnail, and after the end of the image are not counted.
     """
     count, position = 0, 0
     while count <= most and (marker := JPEG_MARKER.search(data, position)):
@@ -81,14 +81,14 @@ def count_scans(data: bytes, most: int) -> int:
 
 
 def find_samples(folder: Path | None) -> Mapping[str, Path]:
-    """Name -> file of the photos in a folder, or of those that scikit-image brings along where it is installed."""
+    """Name -> file of the photos in a folder, by default of those that come with scikit-image."""
     if folder is not None:
         if not folder.is_dir():
-            raise FileNotFoundError(f"the folder of samples {folder} does not exist")
-        files = [path for path in images_in(folder) if path.is_file()]  # no pipe, which could not be read
+            raise FileNotFoundError(f"the samples folder {folder} does not exist")
+        files = [path for path in images_in(folder) if path.is_file()]  # no pipes
         if not files:
-            raise FileNotFoundError(f"the folder of samples {folder} has no images ({', '.join(ENDINGS)})")
-        files = files[:MOST_SAMPLES]
+            raise FileNotFoundError(f"the samples folder {folder} has no images ({', '.join(ENDINGS)})")
+        files = files[:MAX_SAMPLES]
         names = [path.stem for path in files]
         if len(set(names)) < len(names):  # x.jpg beside x.jpeg
             names = [path.name for path in files]
@@ -100,8 +100,8 @@ def find_samples(folder: Path | None) -> Mapping[str, Path]:
     return {name: home / file for name, file in SAMPLES.items() if (home / file).is_file()}
 
 
-def thumbnail(path: Path, limits: Limits, side: int = DRAWN) -> bytes:
-    """A sample as JPEG, its longer side at most so many pixels."""
+def thumbnail(path: Path, limits: Limits, side: int = LONGEST) -> bytes:
+    """A sample as JPEG, its longer side at most `side` pixels."""
     photo = decode(path.read_bytes(), limits, SAMPLE_FORMATS)
     photo.thumbnail((side, side))
     buffer = io.BytesIO()

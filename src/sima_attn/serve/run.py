@@ -1,4 +1,4 @@
-"""uvicorn around the page."""
+"""Runs the page with uvicorn."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from sima_attn.serve.limits import Limits
 
 NEEDED = ("fastapi", "uvicorn", "PIL")
-# Also what asyncio accepts at once, before a connection too many is closed. Together with `Limits.connections` it is
-# below the 256 descriptors that some systems allow a process.
+# Also the number of connections that asyncio accepts in one step, before excess ones are closed. The sum with
+# `Limits.connections` is below 256, the limit of open files of a process on some systems.
 BACKLOG = 64
 
 
 def check_installed() -> None:
-    """Say what is missing before anything else is done."""
+    """Raise if a package is missing."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
-        raise ValueError(f"the page needs {', '.join(missing)}, not installed here: pip install 'sima-attn[serve]'")
+        raise ValueError(f"the page needs {', '.join(missing)}, not installed: pip install 'sima-attn[serve]'")
 
 
 def serve(
@@ -41,7 +41,7 @@ def serve(
     onnx: Path | None = None,
     onnxruntime_web: Path | None = None,
 ) -> None:
-    """Serve until Ctrl-C or SIGTERM; requests that run then have `limits.stop_seconds` to be answered."""
+    """Serve until Ctrl-C or SIGTERM; running requests then have `limits.stop_seconds` to finish."""
     import uvicorn
 
     from sima_attn.serve.app import LOCAL, create_app
@@ -55,7 +55,7 @@ def serve(
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))
-            listener.listen(BACKLOG)  # before the address is printed: who reads it may come at once
+            listener.listen(BACKLOG)  # before the address is printed, so that clients can connect at once
         except OSError as error:
             if error.errno in (errno.EADDRINUSE, errno.EACCES):
                 raise ValueError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from None
@@ -64,32 +64,32 @@ def serve(
                 "127.0.0.1, or 0.0.0.0 for all of them"
             ) from None
         shown = f"[{host}]" if ":" in host else host
-        print(f"http://{shown}:{listener.getsockname()[1]}  (Ctrl-C stops it)", flush=True)
+        print(f"http://{shown}:{listener.getsockname()[1]}  (Ctrl-C to stop)", flush=True)
         try:
             uvicorn.Server(server_config(app, limits)).run(sockets=[listener])
         finally:
-            if app.state.gate.working:  # Python would wait for that thread, for as long as it takes
+            if app.state.gate.working:  # Python would wait for that thread without a timeout
                 os._exit(1)
 
 
 def server_config(app: Any, limits: Limits) -> uvicorn.Config:
-    """How uvicorn serves the page."""
+    """Settings of uvicorn."""
     import uvicorn
 
     from sima_attn.serve.connections import BoundedConnection
 
     async def until_stopped(scope: Any, receive: Any, send: Any) -> None:
-        with suppress(asyncio.CancelledError):  # the server stops: no error, and nothing for a stack trace
+        with suppress(asyncio.CancelledError):  # the server stops: not an error
             await app(scope, receive, send)
 
     return uvicorn.Config(
         until_stopped,
         port=0,
-        http=partial(BoundedConnection, limits),  # type: ignore[arg-type]  # any function that makes one
+        http=partial(BoundedConnection, limits),  # type: ignore[arg-type]  # any factory works
         ws="none",
         backlog=BACKLOG,
         log_level="warning",
-        timeout_keep_alive=limits.header_seconds,  # type: ignore[arg-type]  # seconds of asyncio
+        timeout_keep_alive=limits.header_seconds,  # type: ignore[arg-type]  # passed to asyncio, which takes a float
         timeout_graceful_shutdown=limits.stop_seconds,
         server_header=False,
     )

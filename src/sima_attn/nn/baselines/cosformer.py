@@ -1,6 +1,6 @@
 """cosFormer (Qin et al., 2022): linear attention with relu features, and its cosine re-weighting on a grid.
 
-Shapes: B batch, H heads, N query tokens, M key tokens, D channels a head.
+Shapes: B batch, H heads, N query tokens, M key tokens, D channels per head.
 """
 
 import torch
@@ -27,11 +27,11 @@ class CosformerAttention(FeatureMapAttention):
 
 
 class Cosformer2dAttention(CosformerAttention):
-    """The weight of tokens at (i, m) and (j, n) times cos(a_i - a_j) cos(b_m - b_n): near tokens count more.
+    """The weight of tokens at (i, m) and (j, n) times cos(a_i - a_j) cos(b_m - b_n): near tokens have larger weights.
 
     a_i = pi i / (2 rows) and b_m = pi m / (2 columns), so no weight is negative. A cosine of a difference
-    splits into four products of one-token factors, hence four times the features and MACs. The cosines come
-    from a table of positions: still no exp().
+    is a sum of four products of one-token factors, hence four times the features and MACs. The cosines come
+    from a table of positions, so there is no exp().
     """
 
     equivariant = False

@@ -1,6 +1,6 @@
 """Efficient attention (Shen et al., 2021): two softmaxes, neither of them N x N.
 
-Shapes: B batch, H heads, N query tokens, M key tokens, D channels a head.
+Shapes: B batch, H heads, N query tokens, M key tokens, D channels per head.
 """
 
 from torch import Tensor

@@ -1,8 +1,8 @@
-"""What the attentions with a feature map phi share: O_i = phi(q_i) S / phi(q_i) z.
+"""Base class of attentions with a feature map phi: O_i = phi(q_i) S / phi(q_i) z.
 
     S = sum_j phi(k_j) v_j^T        z = sum_j phi(k_j)
 
-Shapes: B batch, H heads, N query tokens, M key tokens, F features, D channels a head.
+Shapes: B batch, H heads, N query tokens, M key tokens, F features, D channels per head.
 """
 
 from abc import abstractmethod
@@ -15,7 +15,7 @@ from sima_attn.ops.cost import AttentionShape, Cost, product_macs, resolve_order
 
 
 class FeatureMapAttention(Attention):
-    """Linear attention with one feature map for queries and keys; a subclass gives it, and how to divide safely.
+    """Linear attention with one feature map for queries and keys; a subclass defines `features` and `divisor`.
 
     Like SimA it has both orders: phi(Q) (phi(K)^T V) and (phi(Q) phi(K)^T) V.
     """
@@ -31,7 +31,7 @@ class FeatureMapAttention(Attention):
 
     @abstractmethod
     def divisor(self, weights: Tensor) -> Tensor:
-        """The sum of a query's weights [B, H, N, 1], kept away from zero."""
+        """The sum of a query's weights [B, H, N, 1], bounded away from zero."""
 
     @computed_in_float32
     def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ def weighted_sums(phi_q: Tensor, phi_k: Tensor, v: Tensor, order: str) -> tuple[
 
 
 def feature_cost(shape: AttentionShape, F: int, order: str, *, exps: int, scratch: int = 0, macs: int = 0) -> Cost:
-    """The cost of `weighted_sums` with F features, plus what making the features takes."""
+    """The cost of `weighted_sums` with F features; `scratch` and `macs` are added for computing the features."""
     N, M, Dv = shape.N, shape.M, shape.Dv
     order = resolve_order(order, N, M, F, Dv)
     normaliser = N * F if order == "kv" else 0

@@ -1,6 +1,6 @@
-"""Linformer (Wang et al., 2020): keys and values projected along the tokens to a fixed few.
+"""Linformer (Wang et al., 2020): keys and values projected along the tokens to a fixed small number.
 
-Shapes: B batch, H heads, N tokens (fixed when the module is built), R projected tokens, D channels a head.
+Shapes: B batch, H heads, N tokens (fixed when the module is built), R projected tokens, D channels per head.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ class LinformerAttention(Attention):
         super().__init__(dim, num_heads, *args, **kwargs)
         if num_tokens is None or num_tokens < 1 or rank < 1:
             raise ValueError(
-                f"LinformerAttention learns one weight a token: give num_tokens >= 1 and rank >= 1, got "
+                f"LinformerAttention learns one weight per token: pass num_tokens >= 1 and rank >= 1, got "
                 f"num_tokens={num_tokens}, rank={rank}"
             )
         factory: dict[str, Any] = {"device": self.proj.weight.device, "dtype": self.proj.weight.dtype}
@@ -53,7 +53,7 @@ class LinformerAttention(Attention):
         if k.shape[-2] != self.num_tokens:
             raise ValueError(
                 f"this LinformerAttention was built for num_tokens={self.num_tokens}, got {k.shape[-2]} tokens; "
-                "Linformer cannot change its token count"
+                "Linformer supports one token count only"
             )
 
     def cost(self, shape: AttentionShape) -> Cost:

@@ -1,6 +1,6 @@
 """Nystromformer (Xiong et al., 2021): softmax attention through a few landmark tokens.
 
-Shapes: B batch, H heads, N query tokens, M key tokens, m landmarks, D channels a head.
+Shapes: B batch, H heads, N query tokens, M key tokens, m landmarks, D channels per head.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Performer (Choromanski et al., 2021): FAVOR+ random features that estimate the softmax kernel.
 
-Shapes: B batch, H heads, N query tokens, M key tokens, F random features, D channels a head.
+Shapes: B batch, H heads, N query tokens, M key tokens, F random features, D channels per head.
 """
 
 import math
@@ -26,8 +26,8 @@ def orthogonal_gaussian(F: int, D: int, device: torch.device | str | None = None
 class PerformerAttention(Attention):
     """Linear attention with phi(x) = F^-1/2 [exp(w_r . x' - |x'|^2 / 2 - c) + 1e-4], x' = x / D^1/4.
 
-    The rows w_r are fixed random directions, kept in the state dict; `redraw` takes new ones. c is the
-    largest exponent, of each query and of all keys together: it keeps exp() in range and all but cancels.
+    The rows w_r are fixed random directions, stored in the state dict; `redraw` samples new ones. c is the largest
+    exponent, per query and over all keys: it keeps exp() in range and nearly cancels.
     """
 
     exps_in_paper = "ND"

@@ -1,6 +1,6 @@
-"""SOFT (Lu et al., 2021): a Gaussian kernel in place of softmax, with queries that are their own keys.
+"""SOFT (Lu et al., 2021): a Gaussian kernel in place of softmax, with the queries as keys.
 
-Shapes: B batch, H heads, N query tokens, M key tokens, m landmarks, D channels a head.
+Shapes: B batch, H heads, N query tokens, M key tokens, m landmarks, D channels per head.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
-"""Softmax attention, the one to beat: O = softmax(Q K^T / sqrt(D)) V.
+"""Softmax attention: O = softmax(Q K^T / sqrt(D)) V.
 
-Shapes: B batch, H heads, N query tokens, M key tokens, D channels a head.
+Shapes: B batch, H heads, N query tokens, M key tokens, D channels per head.
 """
 
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ class SoftmaxAttention(Attention):
     can_drop_attention = True
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Tokens [B, N, C] -> tokens [B, N, C]. Masks of token pairs are honoured."""
+        """Tokens [B, N, C] -> tokens [B, N, C]. Masks of token pairs are supported."""
         return self.join(self.core(*self.split(x), attn_mask=attn_mask, is_causal=is_causal))
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
@@ -39,7 +39,7 @@ class SoftmaxAttention(Attention):
 
 
 class ExplicitSoftmaxAttention(Attention):
-    """Softmax attention with its N x M matrix written down, as the paper and its time measured it."""
+    """Softmax attention that stores its N x M matrix, as measured in the paper."""
 
     exps_in_paper = "HN^2"
     can_drop_attention = True

@@ -1,6 +1,6 @@
 """Cross-covariance attention of XCiT: channels attend to channels.
 
-Shapes: B batch, H heads, N tokens, D channels a head.
+Shapes: B batch, H heads, N tokens, D channels per head.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from sima_attn.ops.cost import AttentionShape, Cost
 class XCAttention(Attention):
     """XCA: O^T = softmax(tau Q-bar^T K-bar) V^T, Q-bar and K-bar having channels of l2 norm 1 over the tokens.
 
-    tau is learned, one number a head. The weights are D x D, so the cost is linear in the tokens.
+    tau is learned, one number per head. The weights are D x D, so the cost is linear in the tokens.
     """
 
     exps_in_paper = "HD^2"
@@ -32,7 +32,7 @@ class XCAttention(Attention):
         return (self.attn_drop(self.matrix(q, k)) @ v.mT).mT  # [B, H, N, D]
 
     def matrix(self, q: Tensor, k: Tensor) -> Tensor:
-        """Weights of channels [B, H, D, D]: the exception, no other attention here mixes channels."""
+        """Weights of channels [B, H, D, D]: unlike all other attentions here, it mixes channels."""
         cosines = F.normalize(q, dim=-2).mT @ F.normalize(k, dim=-2)  # [B, H, D, D]
         return (cosines * self.temperature.to(q.dtype)).softmax(dim=-1)
 

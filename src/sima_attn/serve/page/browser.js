@@ -1,20 +1,20 @@
-// A model in this browser: onnxruntime-web, on the photo as it is. Nothing is sent anywhere.
+// Runs the model in this browser with onnxruntime-web; the photo is not sent anywhere.
 import { $, ask, fit, percent, say, showFacts, showGuesses, takePhotos } from "./parts.js";
 
-const LONGEST = 4096;  // a canvas of more would not fit every machine
-const MAX_RATIO = 100;  // longer side : shorter side, as on the server: resized, a longer photo would fill the memory
+const LONGEST = 4096;  // larger canvases fail on some machines
+const MAX_RATIO = 100;  // longer side / shorter side, as on the server: a longer photo would need too much memory when resized
 const state = { ort: null, model: null, session: null, asked: 0 };
 
-// --- a photo as the model takes it -----------------------------------------------------------------------------
+// --- preprocessing ---------------------------------------------------------------------------------------------
 
-// The filters of PIL, which prepared the photos of training.
+// The filters of PIL, which are used in training.
 const FILTERS = {
   bilinear: { reach: 1, at: (x) => 1 - x },
   bicubic: { reach: 2, at: (x) => (x < 1 ? (1.5 * x - 2.5) * x * x + 1 : ((-0.5 * x + 2.5) * x - 4) * x + 2) },
 };
 
-// For each of `to` pixels: the first of the `from` pixels within its reach, and their weights. Where a photo shrinks
-// the reach grows, so that no pixel is left out.
+// For each of `to` pixels: the first of the `from` pixels within its reach, and their weights. The reach grows when a
+// photo shrinks, so that all pixels contribute.
 function windows(from, to, { reach, at }) {
   const scale = from / to, stretch = Math.max(scale, 1);
   return Array.from({ length: to }, (_, i) => {
@@ -30,8 +30,8 @@ function windows(from, to, { reach, at }) {
   });
 }
 
-// RGB bytes, rows of pixels -> resized and turned over its diagonal: twice, and both sides are done.
-function resizedAndTurned({ data, width, height }, to, filter) {
+// RGB bytes, rows of pixels -> width resized, then transposed; applied twice, it resizes both sides.
+function resizeAndTranspose({ data, width, height }, to, filter) {
   const result = new Uint8ClampedArray(to * height * 3);  // rounds and clips, as PIL does
   windows(width, to, filter).forEach(({ first, weights }, x) => {
     for (let y = 0; y < height; y++) {
@@ -45,16 +45,16 @@ function resizedAndTurned({ data, width, height }, to, filter) {
   return { data: result, width: height, height: to };
 }
 
-// round(excess / 2), halves to the even number: where torchvision cuts.
+// round(excess / 2), half to even: the offset of torchvision's center crop.
 const middle = (excess) => Math.floor((excess + (Math.floor(excess / 2) % 2)) / 2);
 
-// RGB bytes -> [3, size, size], normalised: shorter side to size / crop_ratio, the middle cut out.
-function prepared(photo, { size, crop_ratio, interpolation, mean, std }) {
+// RGB bytes -> [3, size, size]: shorter side resized to size / crop_ratio, center crop, normalized.
+function prepare(photo, { size, crop_ratio, interpolation, mean, std }) {
   const shorter = Math.floor(size / crop_ratio), { width, height } = photo;
   const columns = Math.max(shorter, Math.floor((shorter * width) / height));
   const rows = Math.max(shorter, Math.floor((shorter * height) / width));
   const filter = FILTERS[interpolation];
-  const resized = resizedAndTurned(resizedAndTurned(photo, columns, filter), rows, filter);
+  const resized = resizeAndTranspose(resizeAndTranspose(photo, columns, filter), rows, filter);
   const left = middle(columns - size), top = middle(rows - size);
   const image = new Float32Array(3 * size * size);
   for (let c = 0; c < 3; c++) {
@@ -68,9 +68,9 @@ function prepared(photo, { size, crop_ratio, interpolation, mean, std }) {
   return image;
 }
 
-// A file -> a canvas of its pixels, the way up that its camera noted, on black where it is transparent:
-// the server takes the colours that a photo hides there, a canvas drops them, and mostly they are black.
-async function decoded(file) {
+// A file -> a canvas of its pixels, upright by its EXIF orientation, black where it is transparent: the server uses the
+// hidden colours of transparent pixels, which a canvas drops; mostly they are black.
+async function decode(file) {
   const bitmap = await createImageBitmap(file, { colorSpaceConversion: "none" }).catch(() => {
     throw new Error("this is not an image that the browser can read");
   });
@@ -104,7 +104,7 @@ function input(photo) {
   const { ort, model } = state;
   if (model.prepares_itself) return new ort.Tensor("uint8", photo.data, [photo.height, photo.width, 3]);
   const { size } = model.preprocessing;
-  return new ort.Tensor("float32", prepared(photo, model.preprocessing), [1, 3, size, size]);
+  return new ort.Tensor("float32", prepare(photo, model.preprocessing), [1, 3, size, size]);
 }
 
 function softmax(logits) {
@@ -114,19 +114,19 @@ function softmax(logits) {
   return powers.map((value) => value / sum);
 }
 
-async function look(file) {
+async function analyse(file) {
   const asked = ++state.asked;
   try {
     await ready;
     if (!state.session) return;  // the page says why
-    const canvas = await decoded(file);
+    const canvas = await decode(file);
     if (asked !== state.asked) return;  // another photo came in the meantime
     fit($("view"), canvas);
     $("view").getContext("2d").drawImage(canvas, 0, 0, $("view").width, $("view").height);
     $("guesses").replaceChildren();
     $("result").hidden = false;
-    say("looking");
-    await new Promise(requestAnimationFrame);  // paint that first: the model keeps this page busy
+    say("analysing");
+    await new Promise(requestAnimationFrame);  // paint first: the model blocks this page
     const { session, model } = state;
     const given = input(rgb(canvas));
     const start = performance.now();
@@ -148,7 +148,7 @@ async function load() {
     const model = await ask("api/browser");
     $("model").textContent = "loading the model into this browser";
     const ort = await import("./browser/ort.wasm.bundle.min.mjs");
-    ort.env.wasm.numThreads = 1;  // more need a page that is isolated from all others
+    ort.env.wasm.numThreads = 1;  // more threads need a cross-origin isolated page
     const session = await ort.InferenceSession.create("browser/model.onnx", { executionProviders: ["wasm"] });
     Object.assign(state, { ort, model, session });
     $("model").textContent = `${model.name} runs in this browser: your photo does not leave it`;
@@ -161,10 +161,10 @@ async function load() {
       ["onnxruntime-web", ort.env.versions.web],
     ]);
   } catch (error) {
-    $("model").textContent = "no model runs in this browser yet";
+    $("model").textContent = "there is no model to run in this browser";
     say(error.message, true);
   }
 }
 
 const ready = load();
-takePhotos(look);
+takePhotos(analyse);

@@ -1,14 +1,14 @@
-// A photo, looked into: guesses, maps of every layer, what one patch takes, and what it all costs.
+// Analysis of a photo: classes, maps of all layers, contributions to one patch, time and cost.
 import { $, ask, bar, fit, percent, say, showFacts, showGuesses, takePhotos, text } from "./parts.js";
 
-// Colours at equal steps, as in the pictures that the command line draws and in the legend of page.css.
+// Colours at equal steps, as in the pictures of the command line and in the legend of page.css.
 const HEAT = [[20, 24, 110], [20, 110, 220], [60, 200, 170], [250, 220, 60], [230, 40, 30]];
 const EFFECT = [[20, 60, 200], [245, 245, 245], [210, 30, 30]];
 
 const view = $("view");
 const state = { photo: null, bitmap: null, analysis: null, effect: null, cursor: null, asked: 0 };
 
-function askAbout(photo, path, values = {}) {
+function post(photo, path, values = {}) {
   const query = new URLSearchParams(values);
   return ask(`${path}?${query}`, {
     method: "POST", body: photo, headers: { "Content-Type": "application/octet-stream" },
@@ -47,7 +47,7 @@ function draw() {
   const context = view.getContext("2d");
   const showsEffect = part() === "effect" && state.effect !== null;
   context.imageSmoothingQuality = "high";
-  context.fillStyle = "#000";  // where a photo is transparent the model sees the colours it hides, mostly black
+  context.fillStyle = "#000";  // transparent pixels: the model sees their hidden colour, mostly black
   context.fillRect(0, 0, view.width, view.height);
   context.filter = showsEffect ? "grayscale(1)" : "none";
   context.drawImage(state.bitmap, 0, 0, view.width, view.height);
@@ -57,15 +57,15 @@ function draw() {
     : paintGrid(maps()[part() === "k" ? "k" : "q"], (v) => [...colour(v, HEAT), 255 * opacity]);
   context.drawImage(small, 0, 0, view.width, view.height);
   $("legend").classList.toggle("effect", showsEffect);
-  $("least").textContent = showsEffect ? "takes away" : "least";
-  $("most").textContent = showsEffect ? "adds" : "most";
+  $("least").textContent = showsEffect ? "negative" : "least";
+  $("most").textContent = showsEffect ? "positive" : "most";
   if (state.cursor) frame(context);
 }
 
 function frame(context) {
   const { rows, columns } = grid();
   const width = view.width / columns, height = view.height / rows;
-  const pixel = view.width / view.getBoundingClientRect().width;  // of the screen, in the canvas's own
+  const pixel = view.width / view.getBoundingClientRect().width;  // one screen pixel in canvas units
   for (const [colourOfLine, line] of [["#fff", 4], ["#111", 2]]) {
     context.strokeStyle = colourOfLine;
     context.lineWidth = line * pixel;
@@ -87,15 +87,15 @@ function clampCursor() {
 
 // --- a photo ---------------------------------------------------------------------------------------------------
 
-async function look(photo) {
+async function analyse(photo) {
   const asked = ++state.asked;
-  say("looking");
+  say("analysing");
   try {
-    const analysis = await askAbout(photo, "api/analyse");
+    const analysis = await post(photo, "api/analyse");
     const bitmap = await createImageBitmap(photo).catch(() => {
       throw new Error("this browser cannot show the photo");
     });
-    if (asked !== state.asked) return;  // another photo came in the meantime
+    if (asked !== state.asked) return;  // a newer photo was chosen in the meantime
     Object.assign(state, { photo, bitmap, analysis, effect: null, cursor: null });
     fit(view, bitmap);
     $("layer").max = analysis.layers.length;
@@ -120,24 +120,24 @@ function choosePart(name, effectToo) {
 
 // --- one patch -------------------------------------------------------------------------------------------------
 
-async function askEffect() {
+async function showEffect() {
   if (!state.cursor || !state.analysis) return;
   const asked = ++state.asked;
   const { row, column } = state.cursor;
-  say(`asking what patch ${row}, ${column} takes`);
+  say(`analysing patch ${row}, ${column}`);
   try {
-    const effect = await askAbout(state.photo, "api/effect", { layer: layer(), row, column });
+    const effect = await post(state.photo, "api/effect", { layer: layer(), row, column });
     if (asked !== state.asked) return;
     state.effect = effect;
     choosePart("effect", true);
     draw();
-    say(`patch ${row}, ${column}: ${percent(effect.negative_share)} of the others take away`);
+    say(`patch ${row}, ${column}: ${percent(effect.negative_share)} of the contributions are negative`);
   } catch (error) {
     if (asked === state.asked) say(error.message, true);
   }
 }
 
-function forgetEffect() {
+function clearEffect() {
   if (!state.cursor) return;
   state.asked++;
   state.effect = null;
@@ -157,7 +157,7 @@ view.addEventListener("click", (event) => {
   };
   clampCursor();
   draw();
-  askEffect();
+  showEffect();
 });
 
 const MOVES = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
@@ -173,9 +173,9 @@ view.addEventListener("keydown", (event) => {
     draw();
     say(`patch ${state.cursor.row}, ${state.cursor.column}`);
   } else if (event.key === "Enter" || event.key === " ") {
-    askEffect();
+    showEffect();
   } else if (event.key === "Escape") {
-    forgetEffect();
+    clearEffect();
   } else {
     return;
   }
@@ -188,7 +188,7 @@ $("layer").addEventListener("input", () => {
   draw();
 });
 $("layer").addEventListener("change", () => {
-  if (part() === "effect") askEffect();
+  if (part() === "effect") showEffect();
 });
 $("opacity").addEventListener("input", draw);
 $("parts").addEventListener("change", draw);
@@ -199,16 +199,16 @@ $("measure").addEventListener("click", async () => {
   const { photo } = state;
   if (!photo) return;
   $("measure").disabled = true;
-  say("measuring, a few seconds");
+  say("measuring for a few seconds");
   try {
-    const times = await askAbout(photo, "api/times", { size: $("size").value });
+    const times = await post(photo, "api/times", { size: $("size").value });
     if (photo !== state.photo) return;
     const slowest = Math.max(times.sima_ms, times.softmax_ms);
     const rows = [["SimA", times.sima_ms, ""], ["softmax", times.softmax_ms, "other"]];
     $("times").replaceChildren(...rows.flatMap(([name, ms, kind]) => {
       return [text("dt", name), text("dd", `${ms.toFixed(1)} ms`), bar(ms, slowest, kind)];
     }));
-    say(`${times.tokens} tokens: SimA takes ${(times.sima_ms / times.softmax_ms).toFixed(2)} of softmax's time`);
+    say(`${times.tokens} tokens: SimA takes ${(times.sima_ms / times.softmax_ms).toFixed(2)} times as long as softmax`);
   } catch (error) {
     say(error.message, true);
   } finally {
@@ -220,7 +220,7 @@ async function showModel() {
   try {
     const facts = await ask("api/model");
     $("model").textContent = facts.name
-      + (facts.trained ? "" : ": it has no trained weights, so what it says and shows is chance");
+      + (facts.trained ? "" : ": it has no trained weights, so its classes and maps are random");
     $("size").replaceChildren(...facts.sizes.map((size) => {
       const option = text("option", `${size} px`);
       option.value = size;
@@ -244,4 +244,4 @@ async function showModel() {
 
 draw();
 showModel();
-takePhotos(look);
+takePhotos(analyse);

@@ -1,4 +1,4 @@
-// What both pages have: photos come in, guesses and facts are shown.
+// Shared by both pages: photo input, and display of classes and facts.
 
 const LONGER_SIDE = 1024;
 
@@ -53,23 +53,23 @@ export function showFacts(pairs) {
   }));
 }
 
-// A canvas in the shape of a photo; a small photo is drawn large.
+// Give a canvas the aspect ratio of a photo; small photos are enlarged.
 export function fit(canvas, { width, height }) {
   const scale = LONGER_SIDE / Math.max(width, height);
   canvas.width = Math.max(1, Math.round(width * scale));
   canvas.height = Math.max(1, Math.round(height * scale));
 }
 
-// --- photos come in: chosen, pasted, dropped or picked ---------------------------------------------------------
+// --- photo input: chosen, pasted, dropped, or a sample ---------------------------------------------------------
 
-export function takePhotos(look) {
+export function takePhotos(analyse) {
   $("file").addEventListener("change", () => {
-    if ($("file").files[0]) look($("file").files[0]);
-    $("file").value = "";  // the same file can be chosen again
+    if ($("file").files[0]) analyse($("file").files[0]);
+    $("file").value = "";  // so that the same file can be chosen again
   });
   document.addEventListener("paste", (event) => {
     const file = [...event.clipboardData.files].find((f) => f.type.startsWith("image/"));
-    if (file) look(file);
+    if (file) analyse(file);
   });
   for (const kind of ["dragenter", "dragover"]) {
     document.addEventListener(kind, (event) => {
@@ -82,12 +82,12 @@ export function takePhotos(look) {
     event.preventDefault();
     $("drop").classList.remove("over");
     const file = event.dataTransfer.files[0];
-    if (file) look(file);
+    if (file) analyse(file);
   });
-  offerSamples(look);
+  offerSamples(analyse);
 }
 
-async function offerSamples(look) {
+async function offerSamples(analyse) {
   const names = await ask("api/samples").catch(() => []);
   $("samples").replaceChildren(...names.map((name) => {
     const button = document.createElement("button");
@@ -100,8 +100,8 @@ async function offerSamples(look) {
     button.addEventListener("click", async () => {
       try {
         const response = await fetch(`api/samples/${encodeURIComponent(name)}`);
-        if (!response.ok) throw new Error("the sample cannot be loaded");
-        look(await response.blob());
+        if (!response.ok) throw new Error("cannot load the sample");
+        analyse(await response.blob());
       } catch (error) {
         say(error.message, true);
       }

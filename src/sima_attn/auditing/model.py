@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from sima_attn.audit.report import AuditReport, ExpCall, show_shapes
+from sima_attn.auditing.report import AuditReport, ExpCall, show_shapes
 from sima_attn.ops.exp_counter import ExpCounter
 
 InputSize = int | tuple[int, int, int] | Tensor | tuple[Tensor, ...]
@@ -60,7 +60,7 @@ def audit(model: nn.Module | str | Path, input_size: InputSize | None = None) ->
     if isinstance(model, nn.Module):
         return _audit_module(model, 224 if input_size is None else input_size)
     if isinstance(model, str | Path):
-        from sima_attn.audit.onnx import audit_onnx  # needs the report above
+        from sima_attn.auditing.onnx import audit_onnx  # needs the report above
 
         return audit_onnx(Path(model), None if input_size is None else input_shapes(input_size))
     raise ValueError(f"audit takes a torch module or the path of an .onnx file, got {type(model).__name__}")

@@ -1,4 +1,4 @@
-"""Model and photo -> what the page shows. Every answer is a dataclass, so that the interface describes itself.
+"""Model and photo -> the contents of the page. Each answer is a dataclass, from which FastAPI derives its schema.
 
 Shapes: K classes; maps are lists of rows.
 """
@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from sima_attn.audit import audit
+from sima_attn.auditing import audit
 from sima_attn.conversion import convert
 from sima_attn.explain.effects import effect_scores
 from sima_attn.explain.maps import unit_range
 from sima_attn.explain.photo_model import PhotoModel
 from sima_attn.explain.reading import Layer, Reading, read_attention
 from sima_attn.nn.attention import SimAttention
-from sima_attn.nn.baselines.softmax import SoftmaxAttention
 from sima_attn.report.timing import time_interleaved
 from sima_attn.serve.limits import Limits, Refusal
 
@@ -32,7 +32,7 @@ TIMED_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the model is and costs for one image of its own size."""
+    """The model and its cost for one image of its default size."""
 
     name: str
     trained: bool
@@ -57,7 +57,7 @@ class Guess:
 
 @dataclass(frozen=True)
 class LayerMaps:
-    """A layer: scores of queries and keys, scaled to [0, 1], rows of the token grid."""
+    """Scores of the queries and keys of a layer, scaled to [0, 1], as rows of the token grid."""
 
     path: str
     q: list[list[float]]
@@ -66,7 +66,7 @@ class LayerMaps:
 
 @dataclass(frozen=True)
 class Analysis:
-    """What the model sees in a photo, at the size in pixels (height, width) at which it got it."""
+    """Classes and maps of a photo; height and width in pixels are those of the model's input."""
 
     height: int
     width: int
@@ -76,7 +76,7 @@ class Analysis:
 
 @dataclass(frozen=True)
 class Effect:
-    """What a patch takes from the others, scaled to [-1, 1], rows of the grid of the keys; share of it below 0."""
+    """Contribution of the other patches to one patch, scaled to [-1, 1], as rows of the grid of keys."""
 
     layer: int
     row: int
@@ -87,7 +87,7 @@ class Effect:
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds (median) of one forward with SimA and with softmax, on the same image."""
+    """Median milliseconds of a forward pass with SimA and with softmax, on the same image."""
 
     size: int
     tokens: int
@@ -96,21 +96,21 @@ class Times:
 
 
 class Analyzer:
-    """One model behind the page. Its methods are called one at a time."""
+    """The model behind the page. Its methods are not thread-safe."""
 
     def __init__(self, photo_model: PhotoModel, limits: Limits) -> None:
         self.photo_model, self.limits = photo_model, limits
         fitting = [size for size in SIZES if 1 <= (size // photo_model.multiple) ** 2 <= limits.tokens]
         self.sizes = sorted({*fitting, photo_model.size}) if photo_model.any_size else [photo_model.size]
         self._facts: ModelFacts | None = None
-        # Read before the server starts: a model without attention is refused here, not at every request.
+        # Raises for a model without attention now, not at each request.
         self._layers = len(
             read_attention(photo_model.model, torch.zeros(1, 3, photo_model.size, photo_model.size)).layers
         )
         self._twins: tuple[nn.Module, nn.Module] | None = None
 
     def facts(self) -> ModelFacts:
-        """Counted at the first call."""
+        """Facts about the model, computed at the first call."""
         if self._facts is None:
             model, size = self.photo_model.model, self.photo_model.size
             report = audit(model, size)
@@ -130,7 +130,7 @@ class Analyzer:
         return self._facts
 
     def analyse(self, photo: Image, size: int | None = None) -> Analysis:
-        """Five guesses, and the maps of every layer."""
+        """The five most probable classes, and the maps of all layers."""
         reading, (height, width) = self._read(photo, size)
         probabilities = reading.output[0].softmax(0)  # [K]
         best = probabilities.topk(min(5, len(probabilities)))
@@ -142,7 +142,7 @@ class Analyzer:
         return Analysis(height, width, guesses, layers)
 
     def effect(self, photo: Image, layer: int, row: int, column: int, size: int | None = None) -> Effect:
-        """What one patch takes from the others in a layer."""
+        """Contribution of the other patches to one patch in a layer."""
         reading, _ = self._read(photo, size)
         try:
             scores = effect_scores(reading.layer(layer), (row, column))
@@ -153,9 +153,9 @@ class Analyzer:
         return Effect(layer, row, column, values, round(float((scores < 0).float().mean()), 4))
 
     def times(self, photo: Image, size: int) -> Times:
-        """Both attentions in the same model, in turns."""
+        """Time of the model with both attentions."""
         self._check_size(size)
-        sima, softmax = self._both()
+        sima, softmax = self._sima_and_softmax()
         image = self.photo_model.prepare(photo, size).to(next(sima.parameters()))
 
         def forward(model: nn.Module) -> None:
@@ -181,8 +181,8 @@ class Analyzer:
         if size not in self.sizes:
             raise Refusal(422, f"size must be one of {', '.join(map(str, self.sizes))}, got {size}")
 
-    def _both(self) -> tuple[nn.Module, nn.Module]:
-        """The model with SimA and with softmax; the one it is not is made from a copy, whose weights do not matter."""
+    def _sima_and_softmax(self) -> tuple[nn.Module, nn.Module]:
+        """The model and its converted copy, whose weights do not affect the time."""
         if self._twins is None:
             model = self.photo_model.model
             if any(isinstance(module, SimAttention) for module in model.modules()):
@@ -192,23 +192,36 @@ class Analyzer:
                 try:
                     convert(other, "sima")
                 except ValueError:
-                    raise Refusal(422, f"{self.photo_model.name} has no SimA twin to be timed against") from None
+                    raise Refusal(
+                        422, f"{self.photo_model.name} cannot be converted to SimA, so there is nothing to compare"
+                    ) from None
                 self._twins = other.eval(), model
         return self._twins
 
 
+class SoftmaxCore(nn.Module):
+    """A SimA attention with softmax as its core, for timing: its weights are not trained for softmax."""
+
+    def __init__(self, attention: SimAttention) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, *tokens: Any, **masks: Any) -> Tensor:
+        """Tokens (CvT: and their grid) -> tokens [B, N, C]."""
+        q, k, v = self.attention.split(*tokens)
+        return self.attention.join(F.scaled_dot_product_attention(q, k, v, **masks))
+
+
 def softmax_twin(model: nn.Module) -> nn.Module:
-    """A copy whose SimA self-attentions are softmax ones of the same weights: for timing, it is not trained so."""
+    """A copy of the model with softmax in place of SimA's self-attention."""
     twin = copy.deepcopy(model)
-    for module in twin.modules():
-        if isinstance(module, SimAttention):
-            # Both classes hold the same parts; what feeds them, such as CvT's projections, is a mixin before them.
-            ours, common = type(module).__mro__, SoftmaxAttention.__mro__
-            mixins = [base for base in ours if not issubclass(base, SimAttention) and base not in common]
-            module.__class__ = type(SoftmaxAttention.__name__, (*mixins, SoftmaxAttention), {})
+    for parent in list(twin.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, SimAttention):
+                setattr(parent, name, SoftmaxCore(child))
     return twin.eval()
 
 
 def _map(layer: Layer, of: str) -> list[list[float]]:
-    """Scores scaled to [0, 1], four digits; a photo is prepared to whole patches, so nothing is padding."""
+    """Scores scaled to [0, 1], four digits. The input has whole patches, so there is no padding to remove."""
     return unit_range(layer.scores(of)[0].cpu().numpy()).round(4).tolist()

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sima_attn.audit.model import Parts, in_paper
-from sima_attn.audit.report import AuditReport, ExpCall, Shape, show_shapes
+from sima_attn.auditing.model import Parts, in_paper
+from sima_attn.auditing.report import AuditReport, ExpCall, Shape, show_shapes
 
 if TYPE_CHECKING:
     import onnx

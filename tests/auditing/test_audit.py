@@ -11,7 +11,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from sima_attn import cli
-from sima_attn.audit import ExpCall, assert_exp_free, audit
+from sima_attn.auditing import ExpCall, assert_exp_free, audit
 from sima_attn.nn import ATTENTIONS, SimAttention, create_attention
 from sima_attn.ops import AttentionShape
 from sima_attn.report.rows import read_rows
