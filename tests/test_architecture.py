@@ -79,3 +79,9 @@ def test_every_public_name_is_there_and_a_wrong_one_is_an_attribute_error():
     assert not set(PACKAGES) & set(sima_attn.__all__)  # importing such a package would hide the public name
     with pytest.raises(AttributeError, match="no attribute 'sima_atention'"):
         _ = sima_attn.sima_atention
+
+
+def test_settings_of_recipes_import_without_torch():
+    """So that a wrong setting of a command is reported at once."""
+    code = "import sys, sima_attn.train.recipes, sima_attn.dino.recipes; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -120,7 +120,7 @@ def test_a_run_is_shipped_and_loaded_as_pretrained(run, weights):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"attention": "softmax"}, "attention='sima', got 'softmax': .* pretrained=False"),
+        ({"attention": "softmax"}, "attention='sima', got 'softmax'; .* pretrained=False"),
         ({"class_attention": "softmax"}, "class_attention='sima', got 'softmax'"),
         ({"attention_options": {"norm": "l2"}}, "norm='l1', got 'l2'"),
         ({"relu": False}, "activation='relu', got 'gelu'"),

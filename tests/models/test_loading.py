@@ -1,0 +1,48 @@
+"""`load_model`: what a user calls a model, beyond what the tests of training, explaining and exporting load."""
+
+import json
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+
+from sima_attn._settings import to_dict
+from sima_attn.models.building import build_model
+from sima_attn.models.loading import load_model
+from small_runs import small_recipe
+
+NAME = "sima_xcit_nano_12_p16_224"
+
+
+def test_a_path_may_hold_an_equals_sign_and_the_model_is_prepared_as_its_run(tmp_path):
+    recipe = small_recipe(data={"crop_ratio": 0.9, "interpolation": "bilinear", "std": (0.1, 0.2, 0.3)})
+    about = {"recipe": to_dict(recipe), "classes": ["a", "b"]}
+    run = tmp_path / "lr=0.1"
+    run.mkdir()
+    model = build_model(recipe.model, 2)
+    save_file(model.state_dict(), run / "weights.safetensors", metadata={"about": json.dumps(about)})
+    loaded = load_model(run)
+    assert (loaded.name, loaded.classes, loaded.trained) == ("lr=0.1", ["a", "b"], True)
+    assert loaded.preprocessing == recipe.data.preprocessing
+    assert loaded.model.pretrained_cfg["input_size"] == (3, 16, 16)
+    images = torch.randn(2, 3, 16, 16)
+    with torch.no_grad():
+        assert torch.equal(loaded.model(images), model.eval()(images))
+        assert load_model(run, features=True).model(images).shape == (2, 16)
+    with pytest.raises(ValueError, match="weights and pretrained go with the name of a model"):
+        load_model(run, pretrained=True)
+
+
+def test_weights_are_named_once_and_fit_the_model(tmp_path):
+    torch.save(timm.create_model(NAME, num_classes=3).state_dict(), tmp_path / "own.pth")
+    assert load_model(NAME, weights=tmp_path / "own.pth").model.num_classes == 3
+    for options in ({"pretrained": True}, {"weights": tmp_path / "own.pth"}):
+        with pytest.raises(ValueError, match="exclude each other"):
+            load_model(f"{NAME}={tmp_path / 'own.pth'}", **options)
+    with pytest.raises(ValueError, match="ema weights are in the checkpoints of a run"):
+        load_model(NAME, branch="ema")
+    xcit = timm.create_model("xcit_nano_12_p16_224", num_classes=3)  # its temperatures have no place in SimA
+    torch.save(xcit.state_dict(), tmp_path / "xcit.pth")
+    with pytest.raises(ValueError, match=rf"does not fit {NAME}\. blocks\.0\.attn\.temperature"):
+        load_model(f"{NAME}={tmp_path / 'xcit.pth'}")
