@@ -84,7 +84,7 @@ def test_demo_attentions_prints_a_table_and_saves_rows_and_figure(tmp_path, monk
 
 def test_demo_takes_no_seconds_where_they_mean_nothing(tmp_path):
     result = runner.invoke(cli.app, ["demo", "--out", str(tmp_path), "--seconds", "1"])
-    assert "--seconds is for --attentions" in str(result.exception)
+    assert "--seconds applies only with --attentions" in str(result.exception)
 
 
 def test_bench_table_prints_the_committed_rows():
@@ -198,7 +198,7 @@ def test_doctor_says_what_is_here_and_that_it_works():
     output = sima("doctor")
     assert f"sima-attn {__version__}" in output
     assert re.search(rf"torch\W+{re.escape(torch.__version__.split('+')[0])}", output)  # a line may end between them
-    assert "All that is here works." in output
+    assert "All checks passed." in output
 
 
 def test_doctor_in_json_holds_what_a_bug_report_needs(monkeypatch):

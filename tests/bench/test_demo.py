@@ -8,7 +8,7 @@ from PIL import Image
 from sima_attn._settings import differences
 from sima_attn.bench.demo import TWINS, TwinRow, train_twins, twins_table
 from sima_attn.bench.figures import plot_twins
-from sima_attn.cli.demo import look_at_photos
+from sima_attn.cli.demo import show_photos
 from sima_attn.models.pretrained import shipped_models
 from sima_attn.report.rows import read_rows, write_rows
 from sima_attn.train.recipes import named_recipe
@@ -65,7 +65,7 @@ def test_a_demo_of_before_is_replaced_and_gives_the_same_accuracy(twins):
 
 def test_it_ends_with_photos_and_a_heat_map(tmp_path, capsys):
     pytest.importorskip("skimage")
-    look_at_photos(tmp_path)
+    show_photos(tmp_path)
     said = capsys.readouterr().out
     if not shipped_models():
         assert "No trained weights come with this version" in said

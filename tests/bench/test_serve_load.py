@@ -1,15 +1,22 @@
 """benchmarks/serve_load.py: it counts the answers, and fails for a server that fails."""
 
+import os
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
+import timm
 
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
+from sima_attn.explain.subject import subject_of
+
 import serve_load
 from serve_load import LoadRow, Tally, bench_load, summarise
+from serving import serving
 from sima_attn.report.rows import read_rows
+from sima_attn.serve.app import create_app
 
 TALLY = Tally([200] * 6 + [429] * 3 + [422, 413], [0.01 * k for k in range(1, 6)])
 FACTS = {"model": "small", "clients": 2, "seconds": 8.0, "took": 10.0}
@@ -38,9 +45,18 @@ def test_what_is_wrong_is_noticed(wrong, said):
     assert said in replace(summarise(TALLY, FLAT, **FACTS), **wrong).problem()
 
 
-def test_a_short_run_against_a_real_server(tmp_path):
+def test_a_short_run_against_the_page(tmp_path, monkeypatch):
+    model = timm.create_model("sima_xcit_mini_p4_64_relu", depth=1).eval()
+    app = create_app(subject_of(model, name="small", facts={"input_size": (3, 64, 64)}))
+
+    @contextmanager
+    def in_this_process(model):
+        with serving(app) as page:
+            yield os.getpid(), page.port
+
+    monkeypatch.setattr(serve_load, "_server", in_this_process)
     out = tmp_path / "serve.csv"
-    serve_load.main(["--model", "sima_xcit_mini_p4_64_relu", "--clients", "4", "--seconds", "2", "--out", str(out)])
+    serve_load.main(["--clients", "4", "--seconds", "2", "--out", str(out)])
     (row,) = read_rows(out, LoadRow)
     assert row.answers > 4
     assert row.ok_2xx > 0
@@ -49,10 +65,25 @@ def test_a_short_run_against_a_real_server(tmp_path):
     assert row.end_mib > 50
 
 
+def fake_python(folder, script):
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_server_is_started_and_stopped(tmp_path, monkeypatch):
+    script = "echo 'http://127.0.0.1:4321  (Ctrl-C to stop)'; exec sleep 60"
+    monkeypatch.setattr("sys.executable", fake_python(tmp_path, script))
+    with serve_load._server(None) as (pid, port):
+        assert port == 4321
+        os.kill(pid, 0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
 def test_a_server_that_does_not_start_is_an_error(tmp_path, monkeypatch):
-    fails = tmp_path / "python"
-    fails.write_text("#!/bin/sh\necho loading >&2; echo 'error: no such model' >&2; exit 2\n")
-    fails.chmod(0o755)
-    monkeypatch.setattr("sys.executable", str(fails))
+    script = "echo loading >&2; echo 'error: no such model' >&2; exit 2"
+    monkeypatch.setattr("sys.executable", fake_python(tmp_path, script))
     with pytest.raises(RuntimeError, match="the server did not start: error: no such model"):
         bench_load(clients=1, seconds=1.0)

@@ -170,7 +170,7 @@ def test_a_broken_image_is_named_and_left_out(tmp_path, monkeypatch):
 def test_wrong_settings_are_errors():
     with pytest.raises(ValueError, match="steps must be 1 or more, got 0"):
         deletion_test(Counter(), [pictures()], steps=0)
-    with pytest.raises(ValueError, match="no images"):
+    with pytest.raises(ValueError, match="at least one image"):
         deletion_test(Counter(), [])
 
 
@@ -182,8 +182,8 @@ def test_any_data_set_of_training_serves():
     assert batches[0][0].shape == (2, 3, 16, 16)
     named = photo_model(subject.model, classes=[f"{d}" for d in range(10)])
     assert len(validation_batches(replace(named, words={"0": "nought"}), "digits", images=2, size=16)) == 1
-    with pytest.raises(ValueError, match="or other ones"):
+    with pytest.raises(ValueError, match="are not the 10 classes of digits"):
         validation_batches(replace(named, classes=[*"abcdefghij"]), "digits", images=2, size=16)
     subject.model.reset_classifier(11)
-    with pytest.raises(ValueError, match="has 11 classes, digits has 10"):
+    with pytest.raises(ValueError, match=r"the 11 classes of .* are not the 10 classes of digits"):
         validation_batches(subject, "digits", images=5)

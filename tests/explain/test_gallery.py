@@ -75,7 +75,7 @@ def test_the_size_of_the_pictures_is_that_of_the_cell(photos, tmp_path):
     for name, ratio in (("square.png", 2.5), ("contact_sheet.png", 2.5)):
         small, large = (Image.open(tmp_path / cell / name).width for cell in ("100", "300"))
         assert ratio < large / small < 3
-    with pytest.raises(ValueError, match="cell must be 80 px or more"):
+    with pytest.raises(ValueError, match="cell must be at least 80 px"):
         Gallery([], cell=20)
 
 
@@ -124,7 +124,7 @@ def test_photos_are_not_written_over(photos):
     for arguments in (["heatmap", photos], ["heatmap", photos / "wide.png"]):
         assert "could overwrite them" in str(sima(*arguments, "--out", photos, code=1).exception)
     over = ["explain", "effect", photos / "wide.png", "--patch", "1,2", "--out", photos / "wide.png"]
-    assert "written over the photo" in str(sima(*over, code=1).exception)
+    assert "overwrite the photo" in str(sima(*over, code=1).exception)
     assert (photos / "wide.png").read_bytes() == before
 
 
@@ -145,7 +145,7 @@ def test_effect_and_statistics(photos, tmp_path):
     [
         (["--layer", "last"], "expected a whole number, got 'last'"),
         (["--layer", "7"], "layer must be from -3 to 2, got 7"),
-        (["--of", "v"], "a map is of 'q'"),
+        (["--of", "v"], "of must be 'q'"),
         (["--size", "4"], "size must be 8 px or more"),
     ],
 )
@@ -171,7 +171,7 @@ def test_colours_are_the_ends_and_the_middle_of_the_ramp():
     assert np.array_equal(colour(np.array([0.5]), EFFECT)[0], EFFECT[1])
     photo = Image.new("RGB", (4, 3), (9, 9, 9))
     assert np.array_equal(np.asarray(overlay(photo, np.zeros((3, 4)), opacity=0.0)), np.asarray(photo))
-    with pytest.raises(ValueError, match="does not fit a photo"):
+    with pytest.raises(ValueError, match=r"the map is .*, the photo"):
         overlay(photo, np.zeros((4, 3)))
 
 
@@ -182,7 +182,7 @@ def test_a_sheet_holds_every_picture_whole():
     is_red = (page[..., 0] > 200) & (page[..., 1] < 50)
     assert is_red.sum() == 2 * 100 * 50
     assert ((page[..., 2] > 200) & (page[..., 1] < 50)).sum() == 25 * 100
-    with pytest.raises(ValueError, match="no pictures"):
+    with pytest.raises(ValueError, match="at least one picture"):
         sheet([])
 
 

@@ -158,7 +158,7 @@ def test_errors_name_what_is_wrong(tmp_path):
     (tmp_path / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\nbroken")
     with pytest.raises(ValueError, match=r"broken\.png cannot be read as an image"):
         heatmap(deit(), tmp_path / "broken.png")
-    with pytest.raises(ValueError, match="one image at a time"):
+    with pytest.raises(ValueError, match="image must be"):
         heatmap(deit(), image(batch=2))
     with pytest.raises(ValueError, match=r"unknown model.* did you mean 'sima_deit"):
         load_photo_model("sima_deit_tinny_patch16_224")

@@ -67,7 +67,7 @@ def test_torchvisions_and_transformers_models_can_be_read():
     reading = read_attention(model, image(32, 32))
     assert [layer.q_grid for layer in reading.layers] == [(4, 4), (4, 4)]
     assert reading.output.shape == (1, 2)
-    with pytest.raises(ValueError, match="whose attention matrix is not known here"):
+    with pytest.raises(ValueError, match="whose attention matrix is unknown"):
         reading.layers[0].matrix()
 
 

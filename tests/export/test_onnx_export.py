@@ -15,7 +15,7 @@ from sima_attn.auditing import audit
 from sima_attn.conversion import convert
 from sima_attn.data.loader import evaluation_transform
 from sima_attn.export import onnx as export_module
-from sima_attn.export.onnx import class_names, export_onnx, fold_constants, write_metadata
+from sima_attn.export.onnx import class_names, export_onnx, write_metadata
 from sima_attn.export.photo_graph import PreparePhoto, middle
 from sima_attn.export.runtimes import installed_runtimes, labels_in, open_model, read_metadata
 from sima_attn.models.preprocessing import Preprocessing
@@ -134,26 +134,6 @@ def test_position_embeddings_of_another_size_are_folded_into_constants(tmp_path)
     assert report.audit.is_exp_free
 
 
-def test_folding_keeps_what_depends_on_the_input():
-    helper = onnx.helper
-    graph = helper.make_graph(
-        [
-            helper.make_node("Add", ["a", "a"], ["b"]),
-            helper.make_node("Mul", ["b", "b"], ["c"]),
-            helper.make_node("Add", ["x", "c"], ["y"]),
-        ],
-        "g",
-        [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [2])],
-        [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [2])],
-        [onnx.numpy_helper.from_array(np.float32([1, 2]), "a")],
-    )
-    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
-    fold_constants(proto)
-    assert [node.op_type for node in proto.graph.node] == ["Add"]
-    (left,) = proto.graph.initializer
-    assert onnx.numpy_helper.to_array(left).tolist() == [4.0, 16.0]
-
-
 def test_only_the_relu_model_is_free_of_exp(tmp_path, exported):
     with pytest.raises(ValueError, match=r"not exp-free: no exp\(\) in attention, .* Gelu"):
         export_onnx(deit(relu=False), tmp_path / "gelu.onnx", input_size=SIZE, fail_on_exp=True)
@@ -164,14 +144,11 @@ def test_only_the_relu_model_is_free_of_exp(tmp_path, exported):
 
 
 def test_a_file_that_differs_is_an_error_and_is_not_left_behind(tmp_path, monkeypatch):
-    fold = export_module.fold_constants
-
-    def spoil(proto):
-        fold(proto)
+    def spoil(proto, facts):
         weight = next(w for w in proto.graph.initializer if w.name == "head.weight")
         weight.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(weight) * 1.1, weight.name))
 
-    monkeypatch.setattr(export_module, "fold_constants", spoil)
+    monkeypatch.setattr(export_module, "write_metadata", spoil)
     path = tmp_path / "wrong.onnx"
     path.write_text("what was there before")
     with pytest.raises(ValueError, match="differs from torch by"):
@@ -266,7 +243,7 @@ def test_halves_go_to_the_even_number():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"input_size": 65}, "65 pixels is no multiple of the patch, 16: take 64 or 80"),
+        ({"input_size": 65}, "must be a multiple of the patch size 16, got 65: use 64 or 80"),
         ({"input_size": SIZE, "dynamic": ("btach",)}, "unknown dynamic size 'btach'.* did you mean 'batch'"),
         ({"input_size": SIZE, "order": "vk"}, "unknown order 'vk'"),
         ({"input_size": SIZE, "labels": ["a", "b"]}, "2 labels for the 7 classes"),
@@ -282,11 +259,11 @@ def test_wrong_options_are_said(tmp_path, options, message):
 def test_other_errors_are_said_too(tmp_path):
     with pytest.raises(ValueError, match=r"must end in \.onnx"):
         export_onnx(deit(), tmp_path / "m.pt", input_size=SIZE)
-    with pytest.raises(ValueError, match="order is SimA's own"):
+    with pytest.raises(ValueError, match="order applies to SimA"):
         export_onnx(nn.Flatten(), tmp_path / "m.onnx", input_size=SIZE, order="kv")
     with pytest.raises(ValueError, match="cannot run on"):
         export_onnx(nn.Linear(3, 3), tmp_path / "m.onnx", input_size=SIZE)
-    with pytest.raises(ValueError, match="does not say how its images are normalised"):
+    with pytest.raises(ValueError, match="no configuration of its image normalization"):
         export_onnx(nn.Flatten(), tmp_path / "m.onnx", input_size=SIZE, preprocessing=True)
 
     class Branches(nn.Module):
@@ -297,7 +274,7 @@ def test_other_errors_are_said_too(tmp_path):
         export_onnx(Branches(), tmp_path / "m.onnx", input_size=8)
     with pytest.raises(ValueError, match=r"unknown runtime 'openvinno'.*did you mean 'openvino'"):
         open_model(tmp_path / "m.onnx", "openvinno")
-    with pytest.raises(FileNotFoundError, match="there is no file"):
+    with pytest.raises(FileNotFoundError, match="does not exist"):
         open_model(tmp_path / "m.onnx")
     (tmp_path / "m.onnx").write_text("no graph")
     with pytest.raises(ValueError, match="ONNX Runtime cannot load"):

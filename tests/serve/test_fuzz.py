@@ -25,7 +25,7 @@ from sima_attn.serve.limits import Limits
 from sima_attn.serve.photos import FORMATS
 
 VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 5}
-BOUNDED = settings(max_examples=60, suppress_health_check=list(HealthCheck))
+BOUNDED = settings(max_examples=30, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(scope="module")

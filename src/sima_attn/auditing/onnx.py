@@ -1,12 +1,11 @@
-"""ONNX file -> its exp-like nodes, with the numbers they are evaluated on where the file fixes the shapes.
+"""ONNX file -> its exp-like nodes, with the number of elements they are evaluated on if the shapes are fixed.
 
-The file is read, not run. Functions are inlined and the bodies of If, Loop and Scan are searched: of an If both
-branches are listed, and what a loop repeats has an unknown count. `Pow` is listed where its exponent depends on the
-input, not only on weights and sizes.
+The file is not run. Functions are inlined, and the bodies of If, Loop and Scan are searched: both branches of an If are
+listed, and nodes in a loop have an unknown count. `Pow` is listed if its exponent depends on the input.
 
-What is not known to be free of exp() is listed as exp-like, with an unknown count: operations of other domains
-(ai.onnx.ml among them), standard operations that the installed onnx does not know, and those of ONNX Runtime that are
-not in EXP_FREE. MoE routes by a softmax, EPContext hides a whole compiled graph.
+Operations that are not known to be free of exp() are listed as exp-like, with an unknown count: those of other domains
+(such as ai.onnx.ml), standard operations that the installed onnx does not know, and those of ONNX Runtime that are not
+in EXP_FREE (MoE uses a softmax, EPContext contains a whole compiled graph).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 Sizes = tuple[int, ...]
 
 STANDARD_DOMAINS = ("", "ai.onnx")
-RUNTIME_DOMAINS = ("com.microsoft", "com.ms.internal")  # ONNX Runtime's; both have subdomains
+RUNTIME_DOMAINS = ("com.microsoft", "com.ms.internal")  # of ONNX Runtime; both have subdomains
 EXP_LIKE = frozenset(
     """
     Exp Softmax LogSoftmax ReduceLogSumExp SoftmaxCrossEntropyLoss Multinomial Sigmoid Tanh Sinh Cosh Erf Gelu Elu Selu
@@ -36,8 +35,8 @@ EXP_LIKE = frozenset(
 )
 # Fused operations (FastGelu, QuickGelu, BiasSoftmax, QLinearSigmoid, MultiHeadAttention ...) by name.
 EXP_LIKE_WORDS = ("gelu", "softmax", "sigmoid", "tanh", "silu", "swish", "attention", "lstm", "gru")
-RECURRENT_WORDS = ("lstm", "gru", "rnn")  # their count and their MACs are left unknown
-# Operations of ONNX Runtime without exp(), beside those that it shares with the standard.
+RECURRENT_WORDS = ("lstm", "gru", "rnn")  # with unknown counts and MACs
+# Operations of ONNX Runtime without exp(), in addition to the standard ones.
 EXP_FREE = frozenset(
     """
     FusedConv FusedGemm FusedMatMul FusedMatMulActivation TransposeMatMul NhwcConv NhwcFusedConv NhwcMaxPool
@@ -55,7 +54,7 @@ PRODUCTS = {
     **dict.fromkeys(("Gemm", "FusedGemm", "Conv", "FusedConv", "ConvInteger", "ConvTranspose"), (0, 1)),
     **dict.fromkeys(("QLinearMatMul", "QLinearConv", "QGemm"), (0, 3)),
 }
-# operation -> positions of the scales and zero points among its inputs, which are no parameters of the model
+# operation -> positions of scales and zero points among its inputs; they do not count as parameters
 SCALES = {
     **dict.fromkeys(("QuantizeLinear", "DequantizeLinear"), (1, 2)),
     **dict.fromkeys(("QLinearMatMul", "QLinearConv"), (1, 2, 4, 5, 6, 7)),
@@ -67,7 +66,7 @@ PRODUCT_WORDS = ("matmul", "gemm", "conv", "attention", "einsum", "lstm", "gru",
 
 @dataclass(frozen=True)
 class _Node:
-    """A node with what is around it: the subgraphs it lies in, the shapes it can see, whether a loop repeats it."""
+    """A node and its context: its subgraph, the shapes in scope, and whether a loop repeats it."""
 
     proto: onnx.NodeProto
     name: str
@@ -77,7 +76,7 @@ class _Node:
     feeds_product: bool  # its output goes into a MatMul
 
     def shape(self, position: int) -> Sizes | None:
-        """Shape of an input, None where it is absent or not fixed."""
+        """Shape of an input, None if it is absent or dynamic."""
         names = self.proto.input
         return self.shapes.get(names[position]) if position < len(names) else None
 
@@ -87,7 +86,7 @@ class _Node:
         return next((get_attribute_value(a) for a in self.proto.attribute if a.name == name), default)
 
     def scopes(self) -> dict[str, str]:
-        """Paths and classes of the torch modules around it, where torch's exporter has left them."""
+        """Paths and classes of the enclosing torch modules, if torch's exporter recorded them."""
         found = {entry.key: entry.value for entry in self.proto.metadata_props}
         try:
             paths = ast.literal_eval(found.get("pkg.torch.onnx.name_scopes", "[]"))
@@ -98,10 +97,10 @@ class _Node:
 
 
 def audit_onnx(path: Path, inputs: Sequence[Sizes] | None = None) -> AuditReport:
-    """Audit of an .onnx file; `inputs` fixes the sizes that its inputs leave open.
+    """Audit of an .onnx file; `inputs` fixes its dynamic sizes.
 
-    A node is "in attention" by the torch classes around it, which torch.onnx.export(dynamo=True) writes into the
-    file. Without them it is a fused attention, or a Softmax whose result goes into a MatMul.
+    A node is "in attention" if an enclosing torch module is; torch.onnx.export(dynamo=True) records the modules in the
+    file. Without that record, fused attentions and Softmax nodes whose output goes into a MatMul count as attention.
     """
     model = _load(path)
     import onnx.inliner
@@ -146,7 +145,7 @@ def audit_onnx(path: Path, inputs: Sequence[Sizes] | None = None) -> AuditReport
 
 
 def _count_parameters(graph: onnx.GraphProto, nodes: Sequence[_Node]) -> int:
-    """Numbers in the initialisers, without int64 shapes and indices and without what int8 needs beside its weights."""
+    """Elements of the initializers, without int64 shapes and indices and without the scales of int8."""
     from onnx import TensorProto
 
     places = [(node.proto.input, i) for node in nodes for i in SCALES.get(node.proto.op_type, ())]
@@ -158,11 +157,11 @@ def _count_parameters(graph: onnx.GraphProto, nodes: Sequence[_Node]) -> int:
 def _load(path: Path) -> onnx.ModelProto:
     if path.suffix != ".onnx":
         raise ValueError(
-            f"audit reads files that end in .onnx, got {str(path)!r}; build a timm model with "
+            f"the file must end in .onnx, got {str(path)!r}; build a timm model with "
             "timm.create_model(name) and pass the module"
         )
     if not path.is_file():
-        raise ValueError(f"there is no file {str(path)!r}: check the path, or export the model first")
+        raise ValueError(f"{str(path)!r} does not exist: check the path, or export the model first")
     try:
         import onnx
     except ImportError:
@@ -170,16 +169,16 @@ def _load(path: Path) -> onnx.ModelProto:
             "reading ONNX files needs onnx, which is not installed: pip install 'sima-attn[onnx]'"
         ) from None
     try:
-        model = onnx.load(path, load_external_data=False)  # shapes are enough, so the weights may be elsewhere
-    except Exception as error:  # protobuf's own error class is not part of onnx
+        model = onnx.load(path, load_external_data=False)  # only shapes are needed
+    except Exception as error:  # an error of protobuf, which onnx does not wrap
         raise ValueError(f"{str(path)!r} is not an ONNX file ({error}); export the model again") from error
     if not model.ir_version or not model.graph.node:
-        raise ValueError(f"{str(path)!r} holds no ONNX graph; export the model again")
+        raise ValueError(f"{str(path)!r} has no ONNX graph; export the model again")
     return model
 
 
 def _inputs(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
-    """Inputs without the initialisers, which old files list among them."""
+    """Inputs without the initializers, which old files list too."""
     weights = {initializer.name for initializer in graph.initializer}
     return [value for value in graph.input if value.name not in weights]
 
@@ -193,13 +192,13 @@ def _fix_inputs(model: onnx.ModelProto, shapes: Sequence[Sizes], path: Path) -> 
     )
     if not fits:
         raise ValueError(
-            f"{path.name} takes {show_shapes(own)}, got {show_shapes(shapes)}; leave input_size out, or export the "
-            "model at that size"
+            f"{path.name} takes {show_shapes(own)}, got {show_shapes(shapes)}; omit input_size, or export the model at "
+            "that size"
         )
     for value, shape in zip(values, shapes, strict=False):
         for dim, size in zip(value.type.tensor_type.shape.dim, shape, strict=True):
             dim.dim_value = size
-    # What the file says of later shapes was inferred with the open sizes; now they are inferred again.
+    # Shapes in the file were inferred with dynamic sizes; they are inferred again.
     del model.graph.value_info[:]
     for value in model.graph.output:
         value.type.tensor_type.ClearField("shape")
@@ -225,7 +224,7 @@ def _walk(
     prefix: str = "",
     repeated: bool = False,
 ) -> Iterator[_Node]:
-    """Every node of a graph and of the graphs inside its nodes."""
+    """All nodes of a graph and of its subgraphs."""
     shapes = dict(outer_shapes)
     constants = outer_constants | {weight.name for weight in graph.initializer}
     for value in (*graph.input, *graph.output, *graph.value_info):
@@ -246,7 +245,7 @@ def _walk(
 
 
 def _is_constant(node: onnx.NodeProto, constants: set[str]) -> bool:
-    """True where the outputs depend on weights and sizes alone."""
+    """Whether the outputs depend only on weights and sizes."""
     if node.domain not in STANDARD_DOMAINS or node.op_type.startswith("Random"):
         return False
     if node.op_type in ("Constant", "Shape", "Size"):
@@ -256,7 +255,7 @@ def _is_constant(node: onnx.NodeProto, constants: set[str]) -> bool:
 
 
 def _inputs_of_products(graph: onnx.GraphProto) -> set[str]:
-    """Values that go into a MatMul, directly or through nodes that only copy, cast or drop."""
+    """Values that go into a MatMul, directly or through nodes that copy, cast or drop."""
     wanted: set[str] = set()
     for node in reversed(graph.node):
         if node.op_type in ("MatMul", "FusedMatMul", "Einsum"):
@@ -267,7 +266,7 @@ def _inputs_of_products(graph: onnx.GraphProto) -> set[str]:
 
 
 def _exp_kind(node: _Node) -> str | None:
-    """The name of an operation that is exp-like, or not known to be free of exp(); None for any other."""
+    """The name of an operation that is exp-like or unknown; None for any other."""
     operation = node.proto.op_type
     if not _is_of_known_domain(node):
         return f"{node.proto.domain}::{operation}"
@@ -295,7 +294,7 @@ def _is_known(operation: str) -> bool:
 
 
 def _exp_count(node: _Node) -> int | None:
-    """Numbers an exp-like node is evaluated on, None where that is unknown."""
+    """Elements that an exp-like node is evaluated on, None if unknown."""
     operation = node.proto.op_type
     is_known = _is_of_known_domain(node) and (_is_named_exp_like(operation) or _is_known(operation))
     if node.repeated or not is_known or any(word in operation.lower() for word in RECURRENT_WORDS):
@@ -303,7 +302,7 @@ def _exp_count(node: _Node) -> int | None:
     if _is_fused_attention(node):
         sizes = _attention_sizes(node)
         return None if sizes is None else math.prod(sizes[:4])
-    # The activation of a fused product works on its output, and a power broadcasts its inputs.
+    # The activation of a fused product is applied to its output, and Pow broadcasts its inputs.
     by_output = operation == "Pow" or _exp_kind(node) != operation
     shape = node.shapes.get(node.proto.output[0]) if by_output else node.shape(0)
     return None if shape is None else math.prod(shape)
@@ -318,7 +317,7 @@ def _looks_like_attention(node: _Node) -> bool:
 
 
 def _attention_sizes(node: _Node) -> tuple[int, int, int, int, int, int] | None:
-    """B, H, N, M, D, Dv of a fused attention; None where the shapes are open or the operation is not known."""
+    """B, H, N, M, D, Dv of a fused attention; None if shapes are dynamic or the operation is unknown."""
     standard = node.proto.domain in STANDARD_DOMAINS
     operation = node.proto.op_type
     heads = node.attribute("q_num_heads" if standard else "num_heads")
@@ -342,7 +341,7 @@ def _attention_sizes(node: _Node) -> tuple[int, int, int, int, int, int] | None:
 
 
 def _macs(node: _Node) -> int | None:
-    """Multiply-adds of a node: 0 for what is no product, None where the shapes are open."""
+    """Multiply-adds of a node: 0 if it is not a product, None if shapes are dynamic."""
     operation = node.proto.op_type
     if not any(word in operation.lower() for word in PRODUCT_WORDS):
         return 0
@@ -375,12 +374,12 @@ def _attention_macs(node: _Node) -> int | None:
     B, H, N, M, D, Dv = sizes
     macs = B * H * N * M * (D + Dv)
     if node.proto.domain not in STANDARD_DOMAINS and node.proto.op_type == "Attention":
-        macs += B * N * math.prod(node.shape(1) or ())  # this one holds the projection to q, k and v too
+        macs += B * N * math.prod(node.shape(1) or ())  # it includes the projection to q, k and v
     return macs
 
 
 def _einsum_macs(node: _Node) -> int | None:
-    """Of two factors: the product of the sizes of all letters."""
+    """For two factors: the product of the sizes of all letters."""
     terms = node.attribute("equation", b"").decode().replace(" ", "").split("->")[0].split(",")
     shapes = [node.shape(i) for i in range(len(terms))]
     if len(terms) != 2:

@@ -1,4 +1,4 @@
-"""What an audit found: the counts of one forward, and how they are said in words and tables."""
+"""Result of an audit: counts of one forward pass, as text and tables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sima_attn.report.tables import TextTable
 
-Shape = tuple[int | str, ...]  # a str is a size that an ONNX file leaves open
+Shape = tuple[int | str, ...]  # a str is a dynamic size of an ONNX file
 SHOWN = {"gelu": "GELU", "elu": "ELU", "celu": "CELU", "selu": "SELU", "silu": "SiLU", "glu": "GLU"}
 
 
@@ -17,36 +17,36 @@ class ExpCall:
 
     module: str
     kind: str
-    count: int | None  # numbers it is evaluated on; None where an ONNX file does not fix the shape
+    count: int | None  # elements it is evaluated on; None if shapes of an ONNX file are dynamic
     in_attention: bool
 
     @property
     def part(self) -> str:
-        """Where the call is: attention or rest."""
+        """The part of the model: attention or rest."""
         return "attention" if self.in_attention else "rest"
 
     @property
     def shown_count(self) -> str:
-        """The count as people read it."""
+        """The count as text."""
         return _number(self.count)
 
 
 @dataclass(frozen=True)
 class AuditReport:
-    """What one forward costs and which exp-like functions it evaluates.
+    """Cost of one forward pass and its exp-like functions.
 
     Attributes:
         name: Class of the model, or name of the file.
-        input_size: Shape of every input.
-        params: Numbers in the parameters (of an ONNX file: in its initialisers, without int64 shapes and indices and
+        input_size: Shapes of the inputs.
+        params: Number of parameters (ONNX file: elements of its initializers, without int64 shapes and indices and
             without the scales and zero points of int8).
-        macs: Multiply-adds inside matrix products and convolutions; None where an ONNX file leaves shapes open.
-        activation_bytes: Most bytes of intermediate tensors alive at one time without autograd. Parameters,
-            buffers and inputs do not count, nor does what a kernel uses inside; softmax attention runs as torch
-            runs it here, fused where it can. None for an ONNX file: there the runtime decides.
-        calls: One entry for each module and kind, in the order of the forward.
-        in_paper: exp() in attention in the paper's symbols ("HN^2", "HD^2", "0"), one for each distinct
-            attention class that ran; "?" for a class that evaluates exp() and is not known. Empty: no attention.
+        macs: Multiply-adds of matrix products and convolutions; None if shapes of an ONNX file are dynamic.
+        activation_bytes: Peak memory of intermediate tensors without autograd. Parameters, buffers, inputs and
+            scratch memory of kernels are not included; softmax attention runs fused where torch supports it. None for
+            an ONNX file, where it depends on the runtime.
+        calls: One entry per module and kind, in the order of the forward pass.
+        in_paper: exp() in attention in the paper's symbols ("HN^2", "HD^2", "0"), one per attention class that ran;
+            "?" for an unknown class that evaluates exp(). Empty if there is no attention.
     """
 
     name: str
@@ -59,7 +59,7 @@ class AuditReport:
 
     @property
     def exps(self) -> int | None:
-        """Numbers that exp-like functions are evaluated on; None where one count is unknown."""
+        """Elements that exp-like functions are evaluated on; None if a count is unknown."""
         return _total(self.calls)
 
     @property
@@ -74,7 +74,7 @@ class AuditReport:
 
     @property
     def is_exp_free(self) -> bool:
-        """True where nothing in the whole network is exp-like; no exp() in attention is not enough."""
+        """Whether nothing in the whole network is exp-like, in attention or elsewhere."""
         return not self.calls
 
     def facts(self) -> str:
@@ -87,7 +87,7 @@ class AuditReport:
         return "; ".join(facts)
 
     def summary(self) -> str:
-        """One honest line: what is exp-like inside attention, and what elsewhere."""
+        """Exp-like calls in attention and elsewhere, in one line."""
         if self.is_exp_free:
             return "no exp-like call in the whole network"
         inside = _in_words(call for call in self.calls if call.in_attention)
@@ -98,7 +98,7 @@ class AuditReport:
         return f"{first}, {elsewhere} elsewhere" if elsewhere else f"{first}, no exp-like call elsewhere"
 
     def table(self, by_module: bool = False) -> TextTable:
-        """The calls grouped by kind and part, attention first; or one line for each module."""
+        """The calls grouped by kind and part, attention first; or one line per module."""
         if by_module:
             lines = [[call.module or "(model)", call.kind, call.part, call.shown_count] for call in self.calls]
             return TextTable(["module", "kind", "part", "elements"], lines, bold=set())
@@ -110,7 +110,7 @@ class AuditReport:
 
 
 def show_shapes(shapes: Iterable[Shape]) -> str:
-    """Shapes as people write them: 1x3x224x224."""
+    """Shapes as text: 1x3x224x224."""
     return ", ".join("x".join(map(str, shape)) or "scalar" for shape in shapes)
 
 
@@ -124,7 +124,7 @@ def _total(calls: Iterable[ExpCall]) -> int | None:
 
 
 def _in_words(calls: Iterable[ExpCall]) -> str:
-    """ "3,631,104 GELU elements", most first; empty without calls."""
+    """ "3,631,104 GELU elements", largest count first; empty without calls."""
     by_kind: dict[str, list[ExpCall]] = {}
     for call in calls:
         by_kind.setdefault(SHOWN.get(call.kind, call.kind), []).append(call)

@@ -8,8 +8,8 @@ import typer
 from sima_attn.cli._shared import console, print_table, progress_bar
 
 app = typer.Typer()
-# Photos in scikit-image's package, and what they show. Of all of them the cat alone is among the 100 classes of the
-# shipped model (tabby, Egyptian cat, Persian cat); the cup shows what the model makes of what it was never taught.
+# Photos of scikit-image, and what they show. Only the cat is among the 100 classes of the shipped model (tabby,
+# Egyptian cat, Persian cat); the cup shows the output for an unknown class.
 PHOTOS = {"chelsea": "a cat", "coffee": "a cup of coffee, which is not one of its classes"}
 DRAWN = "chelsea"
 
@@ -18,12 +18,12 @@ DRAWN = "chelsea"
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the runs, rows and figures.")] = Path("runs/demo"),
     attentions: Annotated[
-        bool, typer.Option("--attentions", help="Compare every attention instead: parity, exp(), MACs, speed.")
+        bool, typer.Option("--attentions", help="Compare all attentions instead: parity, exp(), MACs, speed.")
     ] = False,
     seconds: Annotated[
         float | None,
         typer.Option(
-            help="With --attentions, time for each number of tokens; 0 is three samples of each attention, no fewer.",
+            help="With --attentions, time for each number of tokens; 0 means three samples per attention.",
             min=0.0,
             show_default="3",
         ),
@@ -34,16 +34,16 @@ def demo(
         compare_attentions(out, 3.0 if seconds is None else seconds)
         return
     if seconds is not None:
-        raise ValueError("--seconds is for --attentions: training takes the time it takes")
+        raise ValueError("--seconds applies only with --attentions")
     from sima_attn.cli.train import check_installed
 
     check_installed()
     compare_twins(out)
-    look_at_photos(out)
+    show_photos(out)
 
 
 def compare_twins(out: Path) -> None:
-    """Train both on the digits; print them side by side, and leave rows, curves and a figure."""
+    """Train both on the digits; print a table, and write rows, curves and a figure."""
     from sima_attn.bench.demo import train_twins, twins_table
     from sima_attn.bench.figures import plot_twins
     from sima_attn.report.figures import check_can_plot
@@ -67,8 +67,8 @@ def compare_twins(out: Path) -> None:
     console.print(f"Figure: {figure}\nCurves: {curves}\nRows:   {out / 'twins.csv'}", highlight=False, soft_wrap=True)
 
 
-def look_at_photos(out: Path) -> None:
-    """The shipped model on two of scikit-image's photos, and where it looks; a sentence where there is none."""
+def show_photos(out: Path) -> None:
+    """Classify two photos of scikit-image with the shipped model, and draw a heat map."""
     from importlib.util import find_spec
 
     from PIL import Image
@@ -79,10 +79,10 @@ def look_at_photos(out: Path) -> None:
     from sima_attn.models.pretrained import shipped_models
 
     if not shipped_models():
-        console.print("No trained weights come with this version, so there are no photos to classify yet.")
+        console.print("This version includes no trained weights, so no photos are classified.")
         return
     if find_spec("skimage") is None:
-        console.print("The photos are scikit-image's, which is not installed: pip install 'sima-attn\\[data]'")
+        console.print("The photos need scikit-image, which is not installed: pip install 'sima-attn\\[data]'")
         return
     from skimage import data
 
@@ -100,7 +100,7 @@ def look_at_photos(out: Path) -> None:
 
 
 def compare_attentions(out: Path, seconds: float) -> None:
-    """Every attention of the registry on this machine, as rows, a figure and a table."""
+    """Compare all attentions of the registry on this machine: rows, a figure and a table."""
     from sima_attn.bench.demo import COUNTED_TOKENS, TOKENS, run_demo
     from sima_attn.bench.figures import plot_time_against_tokens
     from sima_attn.bench.tables import demo_table
@@ -128,8 +128,8 @@ def compare_attentions(out: Path, seconds: float) -> None:
     print_table(
         demo_table(rows, COUNTED_TOKENS),
         title=f"{first.H} heads of {first.D} channels, float32, {first.threads} threads, {first.device}",
-        caption=f"exp(), MACs and error at N = {COUNTED_TOKENS}; speed against fused softmax, higher is faster",
+        caption=f"exp(), MACs and error at N = {COUNTED_TOKENS}; speed relative to fused softmax, higher is faster",
     )
     orders = ", ".join(f"{row.order} at N = {row.N}" for row in rows if row.attention == "sima")
-    console.print(f"SimA took the cheaper order of its products: {orders}.", highlight=False)
+    console.print(f"SimA selected the cheaper order of its products: {orders}.", highlight=False)
     console.print(f"Figure: {figure}\nRows:   {out / 'rows.csv'}", highlight=False, soft_wrap=True)

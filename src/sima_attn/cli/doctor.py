@@ -1,6 +1,6 @@
-"""`sima doctor`: what is installed here, what it can run, and whether it computes what it should.
+"""`sima doctor`: installed packages, devices, and a check of the computed results.
 
-`examine` fills one `Findings` of plain values; the tables and the JSON are two ways to print it.
+`examine` returns one `Findings` of plain values; it is printed as tables or as JSON.
 """
 
 import json
@@ -37,23 +37,23 @@ PURPOSES = {
     "openvino": "OpenVINO in sima bench edge",
     "serve": "sima serve",
 }
-SHAPES = {"kv": (2, 2, 40, 16), "qk": (2, 2, 12, 16)}  # B, H, N, D: the order that "auto" takes there
-LARGEST_ERROR = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 5e-3}  # some ten times what right kernels show
+SHAPES = {"kv": (2, 2, 40, 16), "qk": (2, 2, 12, 16)}  # order that "auto" selects -> B, H, N, D
+LARGEST_ERROR = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 5e-3}  # about ten times that of correct kernels
 
 
 @dataclass(frozen=True)
 class Package:
-    """A package that we use: the version that is here (None where there is none) and the ones we take."""
+    """A package: the installed version (None if missing) and the required ones."""
 
     name: str
     version: str | None
     needs: str
-    extras: list[str]  # [""]: always needed
+    extras: list[str]  # [""]: always required
     verdict: str  # "ok", "missing" or "wrong version"
 
     @property
     def source(self) -> str:
-        """The command that brings the package."""
+        """The command that installs the package."""
         if self.extras == ["cuda"]:
             return "comes with torch's CUDA builds"
         return "pip install -U sima-attn" if "" in self.extras else f"pip install -U 'sima-attn[{self.extras[0]}]'"
@@ -61,7 +61,7 @@ class Package:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A CUDA device, and how SimA runs there."""
+    """A CUDA device, and how SimA runs on it."""
 
     name: str
     capability: str
@@ -71,45 +71,45 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Check:
-    """sima_attention against the paper's equations in float64: the largest error, as a share of the largest value."""
+    """sima_attention against the paper's equations in float64: largest error relative to the largest value."""
 
     device: str
     backend: str
     dtype: str
     error: float | None
     gradient_error: float | None
-    largest: float | None  # what rounding explains
+    largest: float | None  # allowed error
     verdict: str  # "ok", "wrong", "crashed" or "not here"
     reason: str = ""
 
     @property
     def failed(self) -> bool:
-        """True for a backend that is here and is not right."""
+        """Whether an available backend is wrong or crashed."""
         return self.verdict in ("wrong", "crashed")
 
 
 @dataclass
 class Findings:
-    """All that the doctor has to say, in plain values."""
+    """The result of the examination, in plain values."""
 
     sima_attn: str
     python: str
     system: str
     cpu: dict[str, Any]
-    cuda: str  # what torch was built for and sees
+    cuda: str  # CUDA version of torch, and number of devices
     gpus: list[Gpu]
     packages: list[Package]
     checks: list[Check]
-    weights: dict[str, str]  # model -> what its file says
+    weights: dict[str, str]  # model -> description
     problems: list[str] = field(default_factory=list)
 
 
 @app.command("doctor")
 def doctor_command(
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON, to go with a bug report.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for a bug report.")] = False,
 ) -> None:
-    """Look at this machine: versions, devices, kernels, missing extras. Exits with 1 if something is wrong."""
-    with Console(stderr=True).status("looking"):
+    """Check this machine: versions, devices, kernels, missing extras. Exits with 1 if something is wrong."""
+    with Console(stderr=True).status("checking"):
         findings = examine()
     if as_json:
         print(as_text(findings))
@@ -120,7 +120,7 @@ def doctor_command(
 
 
 def examine() -> Findings:
-    """Look at everything. Nothing is written, nothing is asked of other hosts."""
+    """Check everything. Writes nothing, and needs no network."""
     import torch
 
     from sima_attn.report.rows import cpu_name
@@ -150,7 +150,7 @@ def examine() -> Findings:
 
 
 def installed_packages() -> list[Package]:
-    """Every package that the distribution asks for, always or for an extra, and triton, which comes with torch."""
+    """All required and optional packages of the distribution, and triton, which comes with torch."""
     from importlib.metadata import PackageNotFoundError, version
 
     from packaging.requirements import Requirement
@@ -169,14 +169,14 @@ def installed_packages() -> list[Package]:
         except PackageNotFoundError:
             packages.append(Package(name, None, wanted, extras[name], "missing"))
             continue
-        # A torch built from source, 2.12.0a0, is as good as what it is to become.
+        # A torch built from source, such as 2.12.0a0, is accepted.
         fits = Requirement(f"{name}{wanted}").specifier.contains(found, prereleases=True)
         packages.append(Package(name, found, wanted, extras[name], "ok" if fits else "wrong version"))
     return packages
 
 
 def declared_requirements() -> list[tuple[str, str]]:
-    """(extra, requirement) as the installed distribution says, or pyproject.toml where the source is not installed."""
+    """(extra, requirement) of the installed distribution, or of pyproject.toml if it is not installed."""
     import re
     import tomllib
     from importlib.metadata import PackageNotFoundError, requires
@@ -194,12 +194,12 @@ def declared_requirements() -> list[tuple[str, str]]:
 
 
 def usable_cores() -> int:
-    """Cores that this process may use, where the system tells."""
+    """Number of cores available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cuda_summary() -> str:
-    """What torch was built for, and how many devices it sees."""
+    """CUDA version of torch, and number of devices."""
     import torch
 
     if torch.version.cuda is None:
@@ -209,11 +209,11 @@ def cuda_summary() -> str:
 
 
 def describe_gpu(index: int) -> Gpu:
-    """A CUDA device: its size, and whether the fused kernels run there."""
+    """A CUDA device: its memory, and whether the fused kernels run on it."""
     import torch
 
     properties = torch.cuda.get_device_properties(index)
-    reason = why_no_kernels(f"cuda:{index}")
+    reason = kernels_unsupported_reason(f"cuda:{index}")
     return Gpu(
         name=properties.name,
         capability=f"{properties.major}.{properties.minor}",
@@ -222,8 +222,8 @@ def describe_gpu(index: int) -> Gpu:
     )
 
 
-def why_no_kernels(device: str) -> str | None:
-    """Why the fused kernels do not run on a device, or None where they do."""
+def kernels_unsupported_reason(device: str) -> str | None:
+    """Why the fused kernels do not run on a device, or None if they do."""
     import torch
 
     from sima_attn.ops.triton_support import unsupported_reason
@@ -235,7 +235,7 @@ def why_no_kernels(device: str) -> str | None:
 
 
 def run_checks() -> list[Check]:
-    """Every backend on every device: attention and its gradients, in both orders and every dtype, with padding."""
+    """Check all backends on all devices: attention and gradients, both orders, all dtypes, with padding."""
     import torch
 
     from sima_attn.ops.api import BACKENDS
@@ -243,11 +243,11 @@ def run_checks() -> list[Check]:
     devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     checks = []
     precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")  # a program that allows tf32 would find plain torch wrong
+    torch.set_float32_matmul_precision("highest")  # with tf32, plain torch would fail the check
     try:
         for device in devices:
             for backend in BACKENDS[1:]:  # all but "auto"
-                reason = why_no_kernels(device) if backend == "triton" else None
+                reason = kernels_unsupported_reason(device) if backend == "triton" else None
                 if reason is not None:
                     checks.append(Check(device, backend, "-", None, None, None, "not here", reason))
                     continue
@@ -264,14 +264,14 @@ def check_backend(device: str, backend: str, dtype: str) -> Check:
     largest = LARGEST_ERROR[dtype]
     try:
         errors = [order_errors(device, backend, getattr(torch, dtype), order) for order in SHAPES]
-    except Exception as error:  # whatever a driver or a compiler comes up with is what we are here to report
+    except Exception as error:  # any error of a driver or compiler is reported
         return Check(device, backend, dtype, None, None, largest, "crashed", first_line(error))
     forward, gradient = (worst(values) for values in zip(*errors, strict=True))
     if max(forward, gradient) <= largest:
         return Check(device, backend, dtype, forward, gradient, largest, "ok")
     if math.isinf(max(forward, gradient)):
         return Check(device, backend, dtype, None, None, largest, "wrong", "numbers that are not finite")
-    reason = f"off by {forward:.1e}, gradients by {gradient:.1e}; rounding explains {largest:.0e}"
+    reason = f"off by {forward:.1e}, gradients by {gradient:.1e}; {largest:.0e} is allowed"
     return Check(device, backend, dtype, forward, gradient, largest, "wrong", reason)
 
 
@@ -291,7 +291,7 @@ def order_errors(device: str, backend: str, dtype: "torch.dtype", order: str) ->
         inputs = [t.to(where, kind).requires_grad_() for t in (q, k, v)]
         o = attention(*inputs, key_mask=real, query_mask=real, **options)
         gradients = torch.autograd.grad(o, inputs, weights.to(where, kind))
-        with torch.no_grad():  # inference takes another way on the CPU
+        with torch.no_grad():  # inference has a separate path on the CPU
             o = attention(*(t.detach() for t in inputs), key_mask=real, query_mask=real, **options)
         return [t.detach().cpu().double() for t in (o, *gradients)]
 
@@ -302,7 +302,7 @@ def order_errors(device: str, backend: str, dtype: "torch.dtype", order: str) ->
 
 
 def worst(errors: Sequence[float]) -> float:
-    """The largest error; NaN, which compares with nothing, counts as infinite."""
+    """The largest error; NaN counts as infinite."""
     return max(math.inf if math.isnan(error) else error for error in errors)
 
 
@@ -312,7 +312,7 @@ def first_line(error: Exception) -> str:
 
 
 def shipped_weights() -> tuple[dict[str, str], list[str]]:
-    """Model -> what its file of weights says; and what is wrong with files that cannot be read."""
+    """Model -> description of its weights; and problems of files that cannot be read."""
     from importlib.util import find_spec
 
     from sima_attn.models.pretrained import WEIGHTS, read_card
@@ -327,22 +327,20 @@ def shipped_weights() -> tuple[dict[str, str], list[str]]:
         try:
             card = read_card(path)
             weights[path.stem] = f"{size}, top-1 {card.top1:.1f} on {card.images} images of {card.size} px"
-        except Exception as error:  # a cut or damaged file
-            broken.append(
-                f"the weights of {path.stem} cannot be read ({type(error).__name__}): install the package anew"
-            )
+        except Exception as error:  # a truncated or damaged file
+            broken.append(f"the weights of {path.stem} cannot be read ({type(error).__name__}): reinstall the package")
     return weights, broken
 
 
 def as_text(findings: Findings) -> str:
-    """The findings as JSON, without the name of the user's home folder."""
+    """The findings as JSON, without the path of the home folder."""
     text = json.dumps(asdict(findings), indent=2, allow_nan=False)
     home = str(Path.home())
     return text.replace(home, "~") if len(home) > 1 else text
 
 
 def show(findings: Findings) -> None:
-    """The findings as tables, and at the end what is wrong."""
+    """Print the findings as tables, then the problems."""
     cpu = findings.cpu
     console.print(
         f"[bold]sima-attn {findings.sima_attn}[/bold], Python {findings.python}, {findings.system}\n"
@@ -356,7 +354,7 @@ def show(findings: Findings) -> None:
             ["GPU", "capability", "GiB", "kernels"],
             [[g.name, g.capability, f"{g.memory_gib:.0f}", g.kernels] for g in findings.gpus],
         )
-    _print_table("Packages", ["extra", "for", "here", "to get what is missing"], _by_extra(findings.packages))
+    _print_table("Packages", ["extra", "for", "installed", "to install missing packages"], _by_extra(findings.packages))
     _print_table(
         "sima_attention against the paper's equations in float64",
         ["device", "backend", "dtype", "error", "of gradients", "verdict"],
@@ -373,16 +371,16 @@ def show(findings: Findings) -> None:
         ],
     )
     weights = [f"{name}, {about}" for name, about in findings.weights.items()]
-    for line in weights or ["none come with this version"]:
+    for line in weights or ["none are included in this version"]:
         console.print(f"Weights: {escape(line)}", highlight=False, soft_wrap=True)
     for problem in findings.problems:
         console.print(f"[bold red]Problem:[/bold red] {escape(problem)}", highlight=False, soft_wrap=True)
     if not findings.problems:
-        console.print("[bold green]All that is here works.[/bold green]")
+        console.print("[bold green]All checks passed.[/bold green]")
 
 
 def _by_extra(packages: list[Package]) -> list[list[str]]:
-    """One line an extra: its packages with their versions. A package of several extras is in each."""
+    """One line per extra: its packages with their versions. A package of several extras is in each."""
     named = {extra for package in packages for extra in package.extras}
     lines = []
     for extra in [*(extra for extra in PURPOSES if extra in named), *sorted(named - PURPOSES.keys())]:

@@ -1,11 +1,11 @@
 """Model and image -> heat map.
 
 photo_model a model, and how a photo enters it at its own aspect ratio
-reading     queries, keys and token grids of every layer, read with hooks from the running model
+reading     queries, keys and token grids of all layers, recorded by forward hooks
 maps        a layer -> a map in [0, 1] at the size of the image
-effects     what one token takes from every other; what the attention of a layer is like, in numbers
-deletion    does the model need what the map says it looks at?
-drawing, figures    maps -> pictures, rows -> plots
+effects     contributions of all tokens to one token; statistics of the attention
+deletion    deletion and insertion test of the maps
+drawing, gallery, figures    maps -> pictures, rows -> plots
 """
 
 from sima_attn.data.images import open_photo

@@ -1,9 +1,9 @@
-"""Does a model need what the map says it looks at?
+"""Deletion and insertion test: does a model depend on the patches that its map marks?
 
-Deletion hides patches of an image, step by step, and watches the score of its class fall; insertion starts with
-a blur of the image and sharpens them. (With the same cover for both, insertion would be deletion read backwards.) If
-the map is right, hiding the patches with the highest scores lowers the class faster than
-hiding random ones, and hiding the lowest-scored does so more slowly.
+Deletion hides patches of an image step by step and measures the probability of the right class; insertion starts with
+a blurred image and sharpens patches. (With the same fill for both, insertion would be deletion in reverse.) If the map
+is right, hiding the patches with the highest scores lowers the probability faster than hiding random ones, and hiding
+those with the lowest scores lowers it more slowly.
 
 Shapes: B images, K classes, G patches of the grid; curves [B, fractions, 2]: probability of the right class, and
 whether it came first.
@@ -36,11 +36,11 @@ STEPS = 10
 
 @dataclass(frozen=True)
 class DeletionRow:
-    """Images with a share of their patches hidden (deletion) or sharpened (insertion), in one order of one map.
+    """A fraction of the patches hidden (deletion) or sharpened (insertion), in one order of one map.
 
-    `layer` counts from 0. `probability` is the mean of the right class, `top1` the per cent of images classified
-    rightly, and `area` the mean probability of the whole curve: the lower, the faster it falls. `over_random` is
-    the mean over the images of its area less that of the random order, and `error` the standard error of that mean.
+    `layer` counts from 0. `probability` is the mean probability of the right class, `top1` the accuracy in percent, and
+    `area` the mean probability over the whole curve: the lower, the faster it falls. `over_random` is the mean over
+    images of the area minus that of the random order, and `error` its standard error.
     """
 
     model: str
@@ -69,16 +69,16 @@ def deletion_test(
     name: str | None = None,
     on_map: Callable[[int], object] = lambda images: None,
 ) -> list[DeletionRow]:
-    """Rows for each map, both modes and the three orders over batches of (images [B, 3, h, w], labels [B]).
+    """Rows for each map, both modes and the three orders, over batches of (images [B, 3, h, w], labels [B]).
 
-    Hidden means 0, the mean colour of normalised images; before it is sharpened, a patch is what is left of it in
-    the image averaged down to BLUR x BLUR places. A patch is a cell of the layer's token grid.
+    A hidden patch is 0, the mean colour of normalized images; a blurred patch comes from the image averaged down to
+    BLUR x BLUR pixels. A patch is a cell of the layer's token grid.
 
     Args:
         of: "q", "k" or both.
-        layers: Their numbers, from 0, or from the end if negative; None for all.
-        steps: From none of the patches to all of them.
-        on_map: Called with the number of images whenever a map of a batch is done.
+        layers: Indices from 0, or from the end if negative; None for all.
+        steps: Number of steps from none of the patches to all.
+        on_map: Called with the number of images after each map of a batch.
     """
     if steps < 1:
         raise ValueError(f"steps must be 1 or more, got {steps}")
@@ -87,28 +87,29 @@ def deletion_test(
     found: dict[tuple[int, str, str, str], list[np.ndarray]] = defaultdict(list)
     for images, labels in batches:
         reading = read_attention(model, images)
-        watch = _Watch(model, images.to(reading.output.device), labels.to(reading.output.device), reading.share, steps)
-        by_chance: dict[torch.Size, dict[str, np.ndarray]] = {}  # one for all maps of the same grid
+        device = reading.output.device
+        test = _PatchTest(model, images.to(device), labels.to(device), reading.share, steps)
+        random_order: dict[torch.Size, dict[str, np.ndarray]] = {}  # shared by maps of the same grid
         depth = len(reading.layers)
         for number in range(depth) if layers is None else layers:
             for part in of:
                 scores = reading.layer(number).scores(part).cpu()  # [B, rows, columns]
-                if scores.shape not in by_chance:
-                    by_chance[scores.shape] = watch.curves(torch.rand(scores.shape, generator=generator))
+                if scores.shape not in random_order:
+                    random_order[scores.shape] = test.curves(torch.rand(scores.shape, generator=generator))
                 for order, curves in zip(
-                    ORDERS, (watch.curves(scores), by_chance[scores.shape], watch.curves(-scores)), strict=True
+                    ORDERS, (test.curves(scores), random_order[scores.shape], test.curves(-scores)), strict=True
                 ):
                     for mode in MODES:
                         found[number % depth, part, mode, order].append(curves[mode])
                 on_map(len(images))
     if not found:
-        raise ValueError("there are no images to test on, or no map was asked for")
+        raise ValueError("nothing to test: pass at least one image, one layer and one of q and k")
     return _rows({key: np.concatenate(parts) for key, parts in found.items()}, name or type(model).__name__)
 
 
 @dataclass(frozen=True)
-class _Watch:
-    """A model that is shown a batch of images with more and more of their patches changed."""
+class _PatchTest:
+    """Runs a model on a batch of images with more and more changed patches."""
 
     model: nn.Module
     images: Tensor
@@ -117,7 +118,7 @@ class _Watch:
     steps: int
 
     def curves(self, scores: Tensor) -> dict[str, np.ndarray]:
-        """By mode, the curve [B, steps + 1, 2] with the highest of the scores [B, rows, columns] first."""
+        """Mode -> curve [B, steps + 1, 2], patches in the order of decreasing scores [B, rows, columns]."""
         ranks = (-scores).flatten(1).argsort(dim=1, stable=True).argsort(dim=1).view_as(scores)
         patches = ranks[0].numel()
         whole, nothing, blurred = self._ends
@@ -133,7 +134,7 @@ class _Watch:
 
     @cached_property
     def _ends(self) -> list[np.ndarray]:
-        """The images, what is left when all is hidden, and what there is before anything is sharpened."""
+        """Results for the original, the fully hidden and the fully blurred images."""
         return [self._right(shown) for shown in (self.images, torch.zeros_like(self.images), self._blurred)]
 
     @cached_property
@@ -188,16 +189,16 @@ def validation_batches(
     batch: int = 32,
     say: Callable[[str], None] = print,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Up to so many images of the val split, spread evenly over it, prepared as for evaluation.
+    """At most `images` images of the val split, evenly spaced, resized and normalized for the model.
 
-    Broken ones are named by `say` and left out.
+    Unreadable ones are reported through `say` and skipped.
     """
     source = open_data(data, "val")
     K = getattr(loaded.model, "num_classes", len(source.classes))
     if len(source.classes) != K or (loaded.classes is not None and loaded.classes != source.classes):
         raise ValueError(
-            f"{loaded.name} has {K} classes, {data} has {len(source.classes)}, or other ones: the score of the right "
-            "class would mean nothing"
+            f"the {K} classes of {loaded.name} are not the {len(source.classes)} classes of {data}: use the data that "
+            "the model was trained on"
         )
     transform = evaluation_transform(replace(loaded.preprocessing, size=size or loaded.preprocessing.size))
     chosen = np.linspace(0, len(source) - 1, min(images, len(source))).round().astype(int)

@@ -1,4 +1,4 @@
-"""Maps -> pictures: a map over its photo, and sheets of pictures with captions. Needs Pillow alone."""
+"""Maps -> pictures: a map over its photo, and sheets of pictures with captions. Needs only Pillow."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-# Colours at equal steps. Heat goes from 0 to 1; effect from -1 (takes away, blue) over 0 (white) to 1 (adds, red).
+# Colours at equal steps. Heat: 0 to 1; effect: -1 (negative, blue) over 0 (white) to 1 (positive, red).
 HEAT = np.array([[20, 24, 110], [20, 110, 220], [60, 200, 170], [250, 220, 60], [230, 40, 30]], dtype=np.float32)
 EFFECT = np.array([[20, 60, 200], [245, 245, 245], [210, 30, 30]], dtype=np.float32)
 GAP, MARGIN, TEXT = 10, 16, 15
@@ -16,7 +16,7 @@ INK, PAPER, FRAME = (40, 40, 40), (255, 255, 255), (20, 20, 20)
 
 
 class Tile(NamedTuple):
-    """A picture and the line under it."""
+    """A picture and its caption."""
 
     picture: Image.Image
     caption: str
@@ -30,14 +30,14 @@ def colour(values: np.ndarray, ramp: np.ndarray) -> np.ndarray:
 
 
 def overlay(photo: Image.Image, heat: np.ndarray, opacity: float = 0.55) -> Image.Image:
-    """A photo under its heat map [height, width] in [0, 1]."""
+    """A photo with its heat map [height, width] in [0, 1] on top."""
     return _blend(photo, colour(heat, HEAT), np.full(heat.shape, opacity))
 
 
 def effect_overlay(
     photo: Image.Image, signed: np.ndarray, patch: tuple[int, int], grid: tuple[float, float], opacity: float = 0.75
 ) -> Image.Image:
-    """A photo under an effect map in [-1, 1], the patch asked for framed; where nothing happens the photo is grey."""
+    """A grey photo with an effect map in [-1, 1] on top; the selected patch is framed."""
     grey = photo.convert("L").convert("RGB")
     picture = _blend(grey, colour((signed + 1) / 2, EFFECT), opacity * np.sqrt(np.abs(signed)))
     width, height = photo.size
@@ -53,13 +53,13 @@ def effect_overlay(
 def _blend(photo: Image.Image, colours: np.ndarray, opacity: np.ndarray) -> Image.Image:
     pixels = np.asarray(photo.convert("RGB"), dtype=np.float32)
     if pixels.shape[:2] != colours.shape[:2]:
-        raise ValueError(f"a map of {colours.shape[:2]} does not fit a photo of {pixels.shape[:2]} (height, width)")
+        raise ValueError(f"the map is {colours.shape[:2]}, the photo {pixels.shape[:2]} (height, width)")
     mixed = pixels * (1 - opacity[..., None]) + colours * opacity[..., None]
     return Image.fromarray(mixed.round().clip(0, 255).astype(np.uint8))
 
 
 def shrink(photo: Image.Image, longest: int) -> Image.Image:
-    """The photo with its longer side at most that many pixels."""
+    """The photo with its longer side at most `longest` pixels."""
     scale = longest / max(photo.size)
     if scale >= 1:
         return photo
@@ -68,9 +68,9 @@ def shrink(photo: Image.Image, longest: int) -> Image.Image:
 
 
 def sheet(rows: Sequence[Sequence[Tile]], title: str = "", cell: int = 240) -> Image.Image:
-    """Rows of tiles with captions; each picture fits a square cell, each row is as high as its highest picture."""
+    """Rows of tiles with captions; pictures are scaled to square cells, rows have the height of their pictures."""
     if not rows or not any(rows):
-        raise ValueError("there are no pictures for the sheet")
+        raise ValueError("a sheet needs at least one picture")
     font, heading = ImageFont.load_default(TEXT), ImageFont.load_default(TEXT + 5)
     line = TEXT + 8
     fitted = [[Tile(_fit(tile.picture, cell), tile.caption) for tile in row] for row in rows]

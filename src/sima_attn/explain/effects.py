@@ -1,8 +1,8 @@
-"""What one token takes from every other, and what the attention of a layer is like in numbers.
+"""Contribution of all tokens to one token, and statistics of the attention of a layer.
 
-A row n of Q-hat K-hat^T is signed: token m adds its value to token n's output, or takes it away.
+A row n of Q-hat K-hat^T is signed: the value of token m is added to the output of token n, or subtracted.
 
-Shapes: B batch, H heads, N query tokens, M key tokens, D channels a head.
+Shapes: B batch, H heads, N query tokens, M key tokens, D channels per head.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor, nn
 
-from sima_attn.explain.maps import Photo, look_at, spread
+from sima_attn.explain.maps import Photo, read_image, spread
 from sima_attn.explain.reading import Layer, Reading
 
 
 def effect(model: nn.Module, image: Photo, *, patch: tuple[int, int], layer: int = -1) -> np.ndarray:
-    """What the patch (row, column) takes from everywhere: a map in [-1, 1] at image size, 0 meaning nothing.
+    """Contribution of all patches to the patch (row, column): a map in [-1, 1] at image size.
 
-    It is the row of the attention matrix, its heads averaged, divided by its largest magnitude.
+    It is a row of the attention matrix, averaged over heads and divided by its largest magnitude.
     """
-    reading, size = look_at(model, image)
+    reading, size = read_image(model, image)
     return signed_unit(spread(effect_scores(reading.layer(layer), patch)[None], reading.share, size))
 
 
@@ -50,9 +50,9 @@ def signed_unit(values: np.ndarray) -> np.ndarray:
 class AttentionRow:
     """One layer, averaged over heads and images.
 
-    negative_share is that of the entries of the attention matrix; 0 for softmax, and NaN where there is no matrix
-    of tokens. largest_channel_share is what the strongest channel has of all of them, by the Frobenius norm of its
-    part |q^c|_2 |k^c|_2 of Q-hat K-hat^T (of Q K^T for softmax): 1/D if all channels count alike, 1 if one is all.
+    negative_share is the share of negative entries of the attention matrix: 0 for softmax, NaN if the matrix is not one
+    of tokens. largest_channel_share is the share of the strongest channel, by the Frobenius norm |q^c|_2 |k^c|_2 of its
+    part of Q-hat K-hat^T (softmax: of Q K^T): 1/D if all channels are equal, 1 if there is only one.
     """
 
     model: str
@@ -68,9 +68,9 @@ class AttentionRow:
 
 
 def attention_statistics(readings: list[Reading], model: str) -> list[AttentionRow]:
-    """A row for each layer, averaged over readings of the same model."""
+    """One row per layer, averaged over readings of the same model."""
     if not readings:
-        raise ValueError("there is nothing to count: give at least one reading")
+        raise ValueError("pass at least one reading")
     rows = []
     for index, first in enumerate(readings[0].layers):
         layers = [reading.layers[index] for reading in readings]

@@ -1,4 +1,4 @@
-"""Photos and models -> files: one picture a photo, a contact sheet of all, raw arrays."""
+"""Photos and models -> files: one picture per photo, a contact sheet, raw arrays."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from sima_attn.explain.reading import PARTS, Reading
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-LONGEST = 1024  # pixels of a photo that is drawn on
+LONGEST = 1024  # pixels of a drawn photo
 SHEET = "contact_sheet"
 COLUMNS = 6
 SMALLEST_CELL = 80
 EFFECT_CELL = 420
-CELL = 240  # pixels of a picture in a sheet; on the contact sheet of all photos three quarters of it
+CELL = 240  # pixels of a picture in a sheet; three quarters of it in the contact sheet
 
 
 @dataclass(frozen=True)
 class Gallery:
-    """What to draw: the models side by side, the layers (None: all) and the parts of each.
+    """Maps to draw: models, layers and parts.
 
     Attributes:
         models: One model, or several to compare.
-        layers: Their numbers, from 0, or from the end if negative.
+        layers: Indices from 0, or from the end if negative; None for all.
         of: "q", "k" or both.
-        size: Of the image as a model gets it, in pixels of a square's side; None: as it was trained.
-        opacity: Of the map over the photo, in [0, 1].
-        cell: Side in pixels of a picture in the sheets.
+        size: Size in pixels of the model's square input; None for the training size.
+        opacity: Opacity of the map over the photo, in [0, 1].
+        cell: Size in pixels of a picture in the sheets.
     """
 
     models: Sequence[PhotoModel]
@@ -52,18 +52,18 @@ class Gallery:
 
     def __post_init__(self) -> None:
         if not self.of or set(self.of) - set(PARTS):
-            raise ValueError(f"a map is of 'q' (queries) or 'k' (keys), got {list(self.of)}")
+            raise ValueError(f"of must be 'q' (queries), 'k' (keys) or both, got {list(self.of)}")
         if not 0 <= self.opacity <= 1:
             raise ValueError(f"opacity must be from 0 to 1, got {self.opacity}")
         if self.cell < SMALLEST_CELL:
-            raise ValueError(f"cell must be {SMALLEST_CELL} px or more, to hold a caption; got {self.cell}")
+            raise ValueError(f"cell must be at least {SMALLEST_CELL} px, to fit a caption; got {self.cell}")
 
     def read(self, photo: Image) -> list[Reading]:
-        """One forward of each model."""
+        """One forward pass of each model."""
         return [model.read(photo, self.size) for model in self.models]
 
     def tiles(self, photo: Image, readings: Sequence[Reading], layers: Sequence[int] | None) -> list[Tile]:
-        """A picture for each model, part and layer."""
+        """One picture per model, part and layer."""
         found = []
         for letter, reading in zip(_letters(self.models), readings, strict=True):
             for part in self.of:
@@ -74,11 +74,11 @@ class Gallery:
         return found
 
     def title(self) -> str:
-        """The models, and whether they are trained."""
+        """The models, and which of them are not trained."""
         return _names(self.models)
 
     def write_one(self, photo: Image, caption: str, path: Path) -> Path:
-        """One photo at hand beside its maps, as a picture."""
+        """Write one photo and its maps as a picture."""
         photo = shrink(photo, LONGEST)
         tiles = self.tiles(photo, self.read(photo), self.layers)
         return _save(sheet(_lines([Tile(photo, caption), *tiles], COLUMNS), self.title(), self.cell), path)
@@ -92,14 +92,14 @@ class Gallery:
         say: Callable[[str], object] = print,
         on_photo: Callable[[Path], object] = lambda path: None,
     ) -> list[Path]:
-        """NAME.png for each photo, contact_sheet.png for several, and NAME.npz with the raw scores if asked for.
+        """Write NAME.png for each photo, contact_sheet.png for several, and with `raw` NAME.npz with the raw scores.
 
-        The contact sheet shows the chosen layers, or the last one where all were asked for. Of several photos those
-        that cannot be read are named by `say` and left out.
+        The contact sheet shows the selected layers, or the last one if all are selected. With several photos,
+        unreadable ones are reported through `say` and skipped.
         """
         check_not_over(photos, out)
         written, groups = [], []
-        stems = [SHEET]  # a photo of that name gets a number
+        stems = [SHEET]  # a photo with that name gets a number
         for path, whole in open_photos(photos, say=say, on_photo=on_photo):
             stem, photo = unique_name(path.stem, stems), shrink(whole, LONGEST)
             readings = self.read(photo)
@@ -112,12 +112,13 @@ class Gallery:
             else:
                 rows = _lines([original, *tiles], COLUMNS)
                 shown = [original, *tiles]
-            groups.append([Tile(shrink(tile.picture, self.cell), tile.caption) for tile in shown])  # all are kept
+            # Shrunk, since those of all photos stay in memory.
+            groups.append([Tile(shrink(tile.picture, self.cell), tile.caption) for tile in shown])
             written.append(_save(sheet(rows, self.title(), self.cell), out / f"{stem}.png"))
             if raw:
                 written.append(self._write_raw(readings, out / f"{stem}.npz"))
         if len(groups) > 1:
-            together = max(1, COLUMNS // len(groups[0]))  # photos in one line of the sheet
+            together = max(1, COLUMNS // len(groups[0]))  # photos per line of the sheet
             lines = [[*chain(*groups[i : i + together])] for i in range(0, len(groups), together)]
             written.append(_save(sheet(lines, self.title(), 3 * self.cell // 4), out / f"{SHEET}.png"))
         return written
@@ -144,16 +145,16 @@ def write_effect(
     size: int | None = None,
     cell: int = EFFECT_CELL,
 ) -> Path:
-    """A picture of what one patch takes from all others in each model: red adds, blue takes away."""
+    """Write a picture of the contributions of all patches to one patch: red is positive, blue negative."""
     if out.resolve() == path.resolve():
-        raise ValueError(f"the picture would be written over the photo {path}; give another --out")
+        raise ValueError(f"--out would overwrite the photo {path}; use another name")
     photo = shrink(open_photo(path), LONGEST)
     tiles = [Tile(photo, path.stem)]
     first = None
     for letter, model in zip(_letters(models), models, strict=True):
         reading = model.read(photo, size)
         seen = reading.layer(layer)
-        first = first or seen.q_grid  # the patch is one of this grid; of another grid, the one that lies there
+        first = first or seen.q_grid  # `patch` is on this grid; on other grids, the one at the same place
         place = (_moved(patch[0], first[0], seen.q_grid[0]), _moved(patch[1], first[1], seen.q_grid[1]))
         scores = effect_scores(seen, place)
         signed = signed_unit(spread(scores[None], reading.share, (photo.height, photo.width)))
@@ -161,7 +162,7 @@ def write_effect(
         negative = float((scores < 0).float().mean())
         caption = f"{letter}layer {layer % len(reading.layers) + 1}, {negative:.0%} negative"
         tiles.append(Tile(effect_overlay(photo, signed, place, grid), caption))
-    return _save(sheet([tiles], f"what patch {patch[0]}, {patch[1]} takes: {_names(models)}", cell), out)
+    return _save(sheet([tiles], f"contributions to patch {patch[0]}, {patch[1]}: {_names(models)}", cell), out)
 
 
 def read_photos(
@@ -172,22 +173,22 @@ def read_photos(
     say: Callable[[str], object] = print,
     on_photo: Callable[[Path], object] = lambda path: None,
 ) -> list[Reading]:
-    """A reading of each photo; those of several that cannot be read are named by `say` and left out."""
+    """A reading of each photo; with several, unreadable ones are reported through `say` and skipped."""
     return [model.read(photo, size) for _, photo in open_photos(photos, say=say, on_photo=on_photo)]
 
 
 def _moved(index: int, count: int, other: int) -> int:
-    """The place among `other` that lies where `index` lies among `count`."""
+    """The index in a grid of `other` cells at the position of `index` in a grid of `count` cells."""
     return index if other == count else math.floor((index + 0.5) * other / count)
 
 
 def _letters(models: Sequence[PhotoModel]) -> list[str]:
-    """What stands for each model in captions; nothing where there is only one."""
+    """Prefix of each model in captions; empty if there is only one."""
     return [f"{chr(ord('A') + i)}: " for i in range(len(models))] if len(models) > 1 else [""]
 
 
 def _names(models: Sequence[PhotoModel]) -> str:
-    """The models with their letters, and which of them are not trained."""
+    """The models with their prefixes, and which of them are not trained."""
     return ",  ".join(
         letter + model.name + ("" if model.trained else " (untrained)")
         for letter, model in zip(_letters(models), models, strict=True)
@@ -195,7 +196,7 @@ def _names(models: Sequence[PhotoModel]) -> str:
 
 
 def _rows_by_depth(tiles: Sequence[Tile], depths: Sequence[int]) -> list[list[Tile]]:
-    """The tiles of each part and model on lines of their own, about equally long."""
+    """The tiles of each part and model on separate lines of about equal length."""
     rows, start = [], 0
     for depth in depths:
         lines = math.ceil(depth / COLUMNS)

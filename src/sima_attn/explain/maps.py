@@ -1,9 +1,9 @@
-"""Where a model looks: the paper's heat maps (Figures 3 and A2).
+"""The paper's heat maps (Figures 3 and A2).
 
     score of a token = |q-hat|_2 over its channels, q-hat = Q / |Q|_1 over the tokens; the same for keys
 
-laid out on the token grid, brought to the size of the image, scaled to [0, 1]. For softmax attention it is the norm
-of q or k itself, so that the two can be put side by side.
+on the token grid, resized to the image and scaled to [0, 1]. For softmax attention, for comparison, it is the norm of q
+or k itself.
 
 Shapes: images [1, 3, height, width]; maps [height, width].
 """
@@ -33,26 +33,26 @@ def heatmap(model: nn.Module, image: Photo, *, layer: int = -1, of: str = "q") -
 
     Args:
         model: Any model with self-attention: ours, converted ones, and softmax ones.
-        image: A photo (path or PIL image), or a normalised tensor [3, height, width] or [1, 3, height, width].
-        layer: Number of the layer, from 0, or from the end if negative.
+        image: A photo (path or PIL image), or a normalized tensor [3, height, width] or [1, 3, height, width].
+        layer: Index of the layer, from 0, or from the end if negative.
         of: "q" or "k".
     """
-    reading, size = look_at(model, image)
+    reading, size = read_image(model, image)
     return to_map(reading.layer(layer).scores(of), reading.share, size)
 
 
 def heatmaps(model: nn.Module, image: Photo, *, of: str = "q") -> dict[str, np.ndarray]:
-    """The maps of all layers from one forward, first to last, by the path of the layer."""
-    reading, size = look_at(model, image)
+    """Path of the layer -> map, for all layers, from one forward pass."""
+    reading, size = read_image(model, image)
     return {layer.path: to_map(layer.scores(of), reading.share, size) for layer in reading.layers}
 
 
-def look_at(model: nn.Module, image: Photo) -> tuple[Reading, Grid]:
-    """One forward of one image, and the size (height, width) that its maps should have."""
+def read_image(model: nn.Module, image: Photo) -> tuple[Reading, Grid]:
+    """The reading of one image, and the size (height, width) of its maps."""
     if isinstance(image, Tensor):
         batch = image[None] if image.dim() == 3 else image
         if batch.dim() != 4 or len(batch) != 1:
-            raise ValueError(f"one image at a time: [3, height, width] or [1, 3, height, width], got {[*image.shape]}")
+            raise ValueError(f"image must be [3, height, width] or [1, 3, height, width], got {[*image.shape]}")
         return read_attention(model, batch), (batch.shape[2], batch.shape[3])
     photo = open_photo(image) if isinstance(image, str | Path) else image
     return read_attention(model, photo_model(model).prepare(photo)), (photo.height, photo.width)
@@ -64,9 +64,9 @@ def to_map(scores: Tensor, share: tuple[float, float], size: Grid) -> np.ndarray
 
 
 def spread(scores: Tensor, share: tuple[float, float], size: Grid) -> np.ndarray:
-    """Scores [1, rows, columns] -> the same numbers at image size (height, width), in between linearly.
+    """Scores [1, rows, columns] -> resized to the image (height, width), bilinear.
 
-    The image covers a share of the grid, downwards and to the right; the rest is padding, and goes.
+    The image covers a share of the grid from the top left; the rest is padding, and removed.
     """
     height, width = size
     whole = (max(height, round(height / share[0])), max(width, round(width / share[1])))
@@ -75,13 +75,13 @@ def spread(scores: Tensor, share: tuple[float, float], size: Grid) -> np.ndarray
 
 
 def unit_range(values: np.ndarray) -> np.ndarray:
-    """Values scaled so that the least is 0 and the greatest 1; zeros where all are the same."""
+    """Values scaled to [0, 1]; zeros if all are equal."""
     low, high = float(values.min()), float(values.max())
     return (values - low) / (high - low) if high > low else np.zeros_like(values)
 
 
 def raw_scores(reading: Reading, layers: Iterable[int], of: Iterable[str]) -> dict[str, np.ndarray]:
-    """Token scores [rows, columns], neither scaled nor enlarged, by "PATH.q" and "PATH.k"."""
+    """ "PATH.q" and "PATH.k" -> token scores [rows, columns], neither scaled nor resized."""
     return {
         f"{layer.path}.{part}": layer.scores(part)[0].cpu().numpy()
         for layer in (reading.layer(index) for index in layers)

@@ -1,10 +1,10 @@
-"""Queries, keys and token grids of every self-attention of a model, read with hooks while it runs.
+"""Queries, keys and token grids of all self-attentions of a model, recorded by forward hooks.
 
-Nothing of the forward is written a second time: q and k are what the model's own projections put out, whatever
-kernel takes them from there. The grid of the tokens is read too, from the convolutions: it is the newest map
-that has as many places as there are tokens, class and register tokens aside.
+The forward pass is not reimplemented: q and k are the outputs of the model's own projections. The token grid comes from
+the convolutions: it is the latest feature map with as many positions as there are tokens, apart from class and register
+tokens.
 
-Shapes: B batch, H heads, N query tokens, M key tokens, D channels a head, C = H * D.
+Shapes: B batch, H heads, N query tokens, M key tokens, D channels per head, C = H * D.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from sima_attn.ops.reference import normalize_tokens, sima_matrix_reference
 
 Grid = tuple[int, int]
 PARTS = ("q", "k")
-MOST_PREFIX_TOKENS = 16  # class, distillation and register tokens, which stand before the grid
-# Names that attentions give to the layers whose outputs are q and k [B, N, C]: our CvT, transformers, its CvT.
+MAX_PREFIX_TOKENS = 16  # class, distillation and register tokens, which come before the grid
+# Names of layers whose outputs are q and k [B, N, C]: our CvT, transformers, CvT of transformers.
 PAIRS = (("proj_q", "proj_k"), ("q_proj", "k_proj"), ("query", "key"), ("projection_query", "projection_key"))
 EPS = 1e-12
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One self-attention in one forward: q [B, H, N, D] and k [B, H, M, D] in float32, and their grids.
+    """One self-attention in one forward pass: q [B, H, N, D] and k [B, H, M, D] in float32, and their grids.
 
-    Tokens that have no place on the grid stand before those that have.
+    Prefix tokens, which are not on the grid, come first.
     """
 
     path: str
@@ -54,15 +54,15 @@ class Layer:
         return (self.q, self.q_grid) if of == "q" else (self.k, self.k_grid)
 
     def normalized(self, of: str) -> Tensor:
-        """q or k [B, H, N, D] as the attention multiplies it.
+        """q or k [B, H, N, D] with the normalization of the attention.
 
-        SimA: each channel divided by its l1 norm over all tokens; XCA: by its l2 norm; others: as it is.
+        SimA: each channel divided by its l1 norm over all tokens; XCA: by its l2 norm; others: unchanged.
         """
         norm, eps = _norm_over_tokens(self.module)
         return normalize_tokens(self.tokens(of)[0], norm, eps)
 
     def scores(self, of: str) -> Tensor:
-        """One number a token [B, rows, columns]: the l2 norm of q-hat or k-hat over the channels of all heads."""
+        """One number per token [B, rows, columns]: the l2 norm of q-hat or k-hat over the channels of all heads."""
         rows, columns = grid = self.tokens(of)[1]
         norms = self.normalized(of).square().sum((1, 3)).sqrt()  # [B, N]
         return norms[:, -rows * columns :].unflatten(1, grid)  # [B, rows, columns]
@@ -82,15 +82,15 @@ class Layer:
         if isinstance(module, nn.MultiheadAttention) or f"{kind.__module__}.{kind.__name__}" == _TIMM:
             return softmax_matrix(self.q, self.k)
         raise ValueError(
-            f"{self.path} is a {kind.__name__}, whose attention matrix is not known here; known are ours, timm's "
-            "Attention, torch's MultiheadAttention, and transformers' models converted to SimA"
+            f"{self.path} is a {kind.__name__}, whose attention matrix is unknown; supported: ours, timm's Attention, "
+            "torch's MultiheadAttention, and models of transformers converted to SimA"
         )
 
 
 class Reading(NamedTuple):
-    """What one forward showed: the model's output [B, K] and its layers, first to last.
+    """Result of one forward pass: the output of the model [B, K] and its layers, first to last.
 
-    `share` is the part of the token grids, downwards and to the right, that is image: some models pad the rest.
+    `share` is the part of the token grids (height, width) that the image covers; some models pad the rest.
     """
 
     output: Tensor
@@ -98,10 +98,10 @@ class Reading(NamedTuple):
     share: tuple[float, float]
 
     def layer(self, index: int) -> Layer:
-        """A layer by its number, counted from 0, or from the end if negative."""
+        """A layer by its index, from 0, or from the end if negative."""
         if not -len(self.layers) <= index < len(self.layers):
             raise ValueError(
-                f"the model has {len(self.layers)} layers that can be read: layer must be from {-len(self.layers)} to "
+                f"the model has {len(self.layers)} readable layers: layer must be from {-len(self.layers)} to "
                 f"{len(self.layers) - 1}, got {index}"
             )
         return self.layers[index]
@@ -112,14 +112,14 @@ _TIMM = "timm.layers.attention.Attention"
 
 @torch.no_grad()
 def read_attention(model: nn.Module, images: Tensor) -> Reading:
-    """Run the model once, in eval mode, on images [B, 3, height, width], and read its self-attentions.
+    """Run the model once, in eval mode, on images [B, 3, height, width], and record its self-attentions.
 
-    Class attention, which has a single query, is left out; so are windows, whose tokens are parts of an image.
+    Class attention, which has a single query, and windowed attention are omitted.
 
     Raises:
-        ValueError: No layer could be read.
+        ValueError: No layer could be recorded.
     """
-    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps: hooks need the modules to run
+    model = getattr(model, "_orig_mod", model)  # the module inside torch.compile, where hooks run
     if images.dim() != 4:
         raise ValueError(f"images must have shape [batch, channels, height, width], got {tuple(images.shape)}")
     like = next((p for p in model.parameters() if p.is_floating_point()), images)
@@ -130,8 +130,8 @@ def read_attention(model: nn.Module, images: Tensor) -> Reading:
     layers = recorder.layers(model)
     if not layers:
         raise ValueError(
-            f"no self-attention of this {type(model).__name__} can be read: that takes a layer with a projection "
-            f"named qkv, or a pair such as {' and '.join(PAIRS[1])}, and tokens that lie on the grid of a convolution"
+            f"no self-attention of this {type(model).__name__} can be read: supported: layers with a projection named "
+            f"qkv, or a pair such as {' and '.join(PAIRS[1])}, and tokens on the grid of a convolution"
         )
     output = getattr(output, "logits", output)
     if not isinstance(output, Tensor):  # transformers' models without a head
@@ -155,7 +155,7 @@ class _Recorder:
                 hooks = [*self._convolution(module), *self._attention(module)]
                 for hook in hooks:
                     stack.callback(hook.remove)
-            # torch's one-kernel encoder layer would pass its attention by.
+            # torch's fused encoder layer does not call its attention module.
             stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
             torch.backends.mha.set_fastpath_enabled(False)
             yield
@@ -168,15 +168,15 @@ class _Recorder:
             for module, parts in whole.items()
         ]
 
-    def note(self, attention: nn.Module, of: str, x: Tensor) -> None:
-        """Keep q or k [B, H, N, D] of an attention if its tokens are a grid of the whole image."""
+    def record(self, attention: nn.Module, of: str, x: Tensor) -> None:
+        """Record q or k [B, H, N, D] of an attention if its tokens are a grid of the whole image."""
         grid = self._grid(x.shape[2])
         if grid is not None and len(x) == self.B:
             self.found.setdefault(attention, {})[of] = (x.detach().float(), grid)
 
     def _grid(self, N: int) -> Grid | None:
-        """The newest grid with the fewest tokens left over."""
-        fitting = [g for g in reversed(self.grids) if 0 <= N - g[0] * g[1] <= MOST_PREFIX_TOKENS]
+        """The latest grid with the fewest remaining tokens."""
+        fitting = [g for g in reversed(self.grids) if 0 <= N - g[0] * g[1] <= MAX_PREFIX_TOKENS]
         return max(fitting, key=lambda g: g[0] * g[1], default=None)
 
     def _convolution(self, module: nn.Module) -> Iterator[Any]:
@@ -188,7 +188,7 @@ class _Recorder:
             yield module.register_forward_hook(keep)
 
     def _attention(self, module: nn.Module) -> Iterator[Any]:
-        """Hooks on whatever puts out q and k in this module; none where it is no attention that we know."""
+        """Hooks on the layers that output q and k in this module; none if it is not a known attention."""
         if isinstance(module, nn.MultiheadAttention | SimMultiheadAttention):
             if module.in_proj_weight is not None:
                 yield module.register_forward_pre_hook(self._multihead, with_kwargs=True)
@@ -209,17 +209,17 @@ class _Recorder:
             if x.dim() == 3:
                 tied = getattr(module, "ties_qk", False)
                 parts = split(x, 2 if tied else 3)
-                self.note(module, "q", parts[0])
-                self.note(module, "k", parts[0 if tied else 1])
+                self.record(module, "q", parts[0])
+                self.record(module, "k", parts[0 if tied else 1])
 
         def q_alone(x: Tensor) -> None:
             if x.dim() == 3:
                 second = getattr(module, "ties_qk", False) and "q" in self.found.get(module, {})
                 factor = getattr(module, "q_factor", 1.0)  # our CvT scales q after the projection
-                self.note(module, "k" if second else "q", split(x, 1)[0] * (1.0 if second else factor))
+                self.record(module, "k" if second else "q", split(x, 1)[0] * (1.0 if second else factor))
 
         def k_first(count: int) -> Callable[[Tensor], None]:
-            return lambda x: self.note(module, "k", split(x, count)[0]) if x.dim() == 3 else None
+            return lambda x: self.record(module, "k", split(x, count)[0]) if x.dim() == 3 else None
 
         if "qkv" in children:
             yield on("qkv", packed)
@@ -231,13 +231,13 @@ class _Recorder:
                 yield on(q_name, q_alone)
                 if k_name in children:
                     yield on(k_name, k_first(1))
-        for of in PARTS:  # a norm of its own comes after the projection
+        for of in PARTS:  # a norm after the projection
             norm = children.get(f"{of}_norm")
             if norm is not None and not isinstance(norm, nn.Identity):
-                yield on(f"{of}_norm", lambda x, of=of: self.note(module, of, x) if x.dim() == 4 else None)  # type: ignore[misc]
+                yield on(f"{of}_norm", lambda x, of=of: self.record(module, of, x) if x.dim() == 4 else None)  # type: ignore[misc]
 
     def _multihead(self, module: Any, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-        """torch's attention projects without a module of its own, so its input is projected here."""
+        """torch's attention has no projection module to hook, so its input is projected here."""
         names = ("query", "key")
         tokens = [kwargs[name] if name in kwargs else args[i] for i, name in enumerate(names)]
         if tokens[0].dim() != 3:
@@ -247,11 +247,11 @@ class _Recorder:
         for of, x, weight, bias in zip(PARTS, tokens, weights, biases, strict=False):
             x = x if module.batch_first else x.transpose(0, 1)  # [B, N, C]
             x = F.linear(x, weight, bias).unflatten(-1, (module.num_heads, -1)).transpose(1, 2)  # [B, H, N, D]
-            self.note(module, of, x)
+            self.record(module, of, x)
 
 
 def _norm_over_tokens(module: nn.Module) -> tuple[str, float]:
-    """The norm over tokens that an attention takes of q and k, and its eps."""
+    """The norm over tokens that an attention applies to q and k, and its eps."""
     if isinstance(module, SimAttention):
         return module.norm_over_tokens, module.eps
     if isinstance(module, SimMultiheadAttention):

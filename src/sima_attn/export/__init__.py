@@ -1,1 +1,1 @@
-"""Model -> what leaves the training machine: ONNX files, int8, and the runtimes they run in."""
+"""Export of models: ONNX files, int8 quantization, and runtimes."""

@@ -1,6 +1,6 @@
-"""Model -> ONNX file that is right: exported, folded, compared with torch in ONNX Runtime, audited, then put in place.
+"""Model -> ONNX file: exported, constants folded, compared with torch in ONNX Runtime, audited, then written.
 
-The graph is opset 20 and holds SimA as `ops.eager` computes it: two sums over the tokens, one vector s, two products.
+The graph is opset 20 and computes SimA as `ops.eager` does: two sums over the tokens, one vector s, two products.
 Shapes: B batch, N tokens, K classes; images [B, 3, height, width] -> logits [B, K].
 """
 
@@ -10,6 +10,7 @@ import contextlib
 import copy
 import io
 import json
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -38,26 +39,26 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-OPSET = 20  # the first with GELU as one node; every runtime of today reads it
+OPSET = 20  # the first with GELU as one node; supported by current runtimes
 DYNAMIC = ("batch", "size")
-LARGEST_ERROR = 1e-4  # of the largest logit
-LARGEST_ERROR_FROM_PHOTO = 1e-3  # resizing differs in the last bits, which bicubic weights enlarge
-KEPT_IN_NODES = ("pkg.torch.onnx.name_scopes", "pkg.torch.onnx.class_hierarchy")  # what the audit reads
+LARGEST_ERROR = 1e-4  # relative to the largest logit
+LARGEST_ERROR_FROM_PHOTO = 1e-3  # resizing differs in the last bits, which bicubic weights amplify
+KEPT_IN_NODES = ("pkg.torch.onnx.name_scopes", "pkg.torch.onnx.class_hierarchy")  # for the audit
 WITH_ORDER = (SimAttention, SimCrossAttention, SimMultiheadAttention)
 
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What was written, and the proof that it is right.
+    """The file that was written, and how it was checked.
 
     Attributes:
         path: The file.
         file_bytes: Its size.
-        inputs: Its input, open sizes by name.
+        inputs: Its input, with the names of dynamic sizes.
         orders: SimA module -> order of its products; "kv" is linear in the tokens.
-        parity: Input that was compared -> largest difference between ONNX Runtime and torch over the largest logit.
-        nodes: Operation -> how often it is in the graph.
-        audit: Of the file.
+        parity: Input -> largest difference between ONNX Runtime and torch, relative to the largest logit.
+        nodes: Operation -> number of its nodes in the graph.
+        audit: Audit of the file.
     """
 
     path: Path
@@ -70,11 +71,11 @@ class ExportReport:
 
     @property
     def order(self) -> str:
-        """The orders of all SimA modules in one word or two: "kv", "kv, qk", or "-" without SimA."""
+        """The orders of all SimA modules: "kv", "kv, qk", or "-" without SimA."""
         return ", ".join(sorted(set(self.orders.values()))) or "-"
 
     def lines(self) -> list[str]:
-        """What a user should read, one fact a line."""
+        """A summary, one fact per line."""
         size = f"{self.path}: {self.file_bytes / 2**20:.2f} MiB, {sum(self.nodes.values())} nodes, opset {OPSET}"
         facts = [size, f"input {self.inputs}"]
         if self.orders:
@@ -97,25 +98,24 @@ def export_onnx(
     fail_on_exp: bool = False,
     name: str | None = None,
 ) -> ExportReport:
-    """Write a model as an ONNX file, and say how far it is from torch and whether it is free of exp().
+    """Export a model to an ONNX file; the report has its error relative to torch and its exp-like calls.
 
-    The file is compared with torch in ONNX Runtime before it gets its name: one that differs is never left behind.
-    The model itself is not touched.
+    The file is compared with torch in ONNX Runtime first; if it differs, nothing is written. The model is not modified.
 
     Args:
         model: Image -> logits (or an output of transformers with `logits`), from timm, from here or converted.
         path: Must end in .onnx.
-        input_size: Side of the images in pixels, or (height, width). It decides the order of the products too.
-        dynamic: "batch" and "size" leave these open. Every size is then right, in the order chosen at `input_size`.
-        order: "auto" takes the cheaper order at `input_size`, "kv" or "qk" forces one.
-        preprocessing: Put resize, crop and normalisation into the graph. The input then is one photo of any size,
-            bytes [height, width, 3].
+        input_size: Image size in pixels, or (height, width). It also determines the order of the products.
+        dynamic: "batch" and "size" make these dynamic; the order remains the one chosen at `input_size`.
+        order: "auto" selects the cheaper order at `input_size`, "kv" or "qk" forces one.
+        preprocessing: Include resize, crop and normalization in the graph. The input is then one photo of any size,
+            uint8 [height, width, 3].
         prepare: How photos become inputs. By default timm's configuration of the model, cropped to `input_size`.
-        labels: Names of the classes, kept in the file. By default `class_names`.
-        check_images: Real images to compare on, besides random ones: [B, 3, height, width] as the model takes them,
-            or with `preprocessing` photos [height, width, 3] in bytes.
-        fail_on_exp: Raise if anything in the whole graph is exp-like.
-        name: What the file calls the model. By default its class.
+        labels: Names of the classes, stored in the file. By default `class_names`.
+        check_images: Real images to compare on, in addition to random ones: inputs of the model
+            [B, 3, height, width] or, with `preprocessing`, photos [height, width, 3] in uint8.
+        fail_on_exp: Raise if the graph has any exp-like node.
+        name: Name of the model in the file. By default its class.
     """
     path = Path(path)
     if path.suffix != ".onnx":
@@ -127,7 +127,7 @@ def export_onnx(
         prepare = Preprocessing.of_model(model, height)
     if preprocessing and prepare is None:
         raise ValueError(
-            f"{type(model).__name__} does not say how its images are normalised: pass prepare=Preprocessing(...)"
+            f"{type(model).__name__} has no configuration of its image normalization: pass prepare=Preprocessing(...)"
         )
     labels = labels or class_names(model)
 
@@ -137,12 +137,11 @@ def export_onnx(
         orders = _pin_orders(plain, order, _random_images(1, height, width))
         classes = plain(_random_images(1, height, width)).shape[-1]
     if labels is not None and len(labels) != classes:
-        raise ValueError(f"there are {len(labels)} labels for the {classes} classes of {name}")
+        raise ValueError(f"got {len(labels)} labels for the {classes} classes of {name}")
 
     whole = nn.Sequential(PreparePhoto(prepare), plain) if preprocessing and prepare is not None else plain
     example, shapes = _example(model, height, width, dynamic, preprocessing)
     proto = _to_onnx(whole, example, shapes, name)
-    fold_constants(proto)
     facts = {
         "model": name,
         "version": __version__,
@@ -181,7 +180,7 @@ def class_names(model: nn.Module) -> list[str] | None:
 
 
 def check_installed() -> None:
-    """Say what is missing before anything is built."""
+    """Raise if a package is missing."""
     missing = []
     for package in ("onnx", "onnxscript", "onnxruntime"):
         try:
@@ -189,11 +188,11 @@ def check_installed() -> None:
         except ImportError:
             missing.append(package)
     if missing:
-        raise ValueError(f"ONNX files need {', '.join(missing)}, not installed here: pip install 'sima-attn[onnx]'")
+        raise ValueError(f"ONNX files need {', '.join(missing)}, not installed: pip install 'sima-attn[onnx]'")
 
 
 def write_checked(proto: onnx.ModelProto, path: Path, check: Callable[[Path], Result]) -> Result:
-    """Write a graph beside `path`, check it there, and give it its name only if the check does not raise."""
+    """Write a graph to a temporary file, check it, and rename it to `path` only if the check does not raise."""
     import onnx
 
     with atomic_write(path) as temporary:
@@ -202,50 +201,12 @@ def write_checked(proto: onnx.ModelProto, path: Path, check: Callable[[Path], Re
 
 
 def write_metadata(proto: onnx.ModelProto, facts: dict[str, str]) -> None:
-    """Put facts into a graph under our prefix, in the place of what was there."""
+    """Write facts to the metadata of a graph under our prefix; existing values are replaced."""
     kept = [entry for entry in proto.metadata_props if entry.key.removeprefix(PREFIX) not in facts]
     del proto.metadata_props[:]
     proto.metadata_props.extend(kept)
     for key, value in facts.items():
         proto.metadata_props.add(key=PREFIX + key, value=value)
-
-
-def fold_constants(proto: onnx.ModelProto) -> None:
-    """Compute what does not depend on the input (resized position embeddings, Fourier features), in ONNX Runtime."""
-    import onnx
-    import onnxruntime
-
-    graph = proto.graph
-    known = {weight.name for weight in graph.initializer}
-    constant: list[onnx.NodeProto] = []
-    rest: list[onnx.NodeProto] = []
-    for node in graph.node:  # in the order of computation
-        has_body = any(attribute.HasField("g") or attribute.graphs for attribute in node.attribute)
-        if known.issuperset(filter(None, node.input)) and not has_body:
-            constant.append(node)
-            known.update(node.output)
-        else:
-            rest.append(node)
-    if not constant:
-        return
-    needed = {name for node in rest for name in node.input} | {value.name for value in graph.output}
-    wanted = [name for node in constant for name in node.output if name in needed]
-    small = onnx.ModelProto()
-    small.CopyFrom(proto)
-    del small.graph.node[:], small.graph.input[:], small.graph.output[:], small.graph.value_info[:]
-    small.graph.node.extend(constant)
-    small.graph.output.extend(onnx.helper.make_empty_tensor_value_info(name) for name in wanted)
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(small.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    values = session.run(wanted, {})
-
-    del graph.node[:]
-    graph.node.extend(rest)
-    graph.initializer.extend(onnx.numpy_helper.from_array(v, n) for n, v in zip(wanted, values, strict=True))
-    used = [weight for weight in graph.initializer if weight.name in needed]
-    del graph.initializer[:]
-    graph.initializer.extend(used)
 
 
 def _check_options(
@@ -256,30 +217,30 @@ def _check_options(
             raise unknown_name("dynamic size", option, DYNAMIC)
     if preprocessing and (dynamic or height != width):
         raise ValueError(
-            "pre-processing inside the graph makes one square image of each photo: input_size must be one number and "
-            f"dynamic empty, got {height}x{width} and {', '.join(dynamic) or 'none'}"
+            "preprocessing in the graph gives one square image per photo: input_size must be one number and dynamic "
+            f"empty, got {height}x{width} and {', '.join(dynamic) or 'none'}"
         )
     patch = _patch(model)
     for side in (height, width):
         if side < 1 or side % patch:
             near = max(patch, side // patch * patch)
             raise ValueError(
-                f"a side of {side} pixels is no multiple of the patch, {patch}: take {near} or {near + patch}"
+                f"the image size must be a multiple of the patch size {patch}, got {side}: use {near} or {near + patch}"
             )
     check_order(order)
     if order != "auto" and not any(isinstance(module, WITH_ORDER) for module in model.modules()):
-        raise ValueError(f"order is SimA's own, and {type(model).__name__} has no SimA module: leave it at 'auto'")
+        raise ValueError(f"order applies to SimA, and {type(model).__name__} has no SimA module: use order='auto'")
 
 
 def _patch(model: Any) -> int:
-    """The side of a patch, 1 for models that do not say."""
+    """The patch size, 1 if unknown."""
     size = getattr(getattr(model, "patch_embed", None), "patch_size", None)
     size = getattr(getattr(model, "config", None), "patch_size", 1) if size is None else size
     return size if isinstance(size, int) else size[0] if isinstance(size, tuple) else 1
 
 
 class _Logits(nn.Module):
-    """A model whose output is not a tensor, but holds the logits."""
+    """A model whose output has the attribute `logits`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -290,7 +251,7 @@ class _Logits(nn.Module):
 
 
 def _inference_copy(model: nn.Module) -> nn.Module:
-    """The model in float32 on the CPU, in eval mode, giving logits; the caller's stays as it is."""
+    """A copy of the model in float32 on the CPU, in eval mode, that returns logits."""
     plain = copy.deepcopy(getattr(model, "_orig_mod", model)).cpu().float().eval().requires_grad_(False)
     return _Logits(plain) if hasattr(plain, "config") and hasattr(plain.config, "model_type") else plain
 
@@ -300,7 +261,7 @@ def _random_images(B: int, height: int, width: int) -> Tensor:
 
 
 def _pin_orders(model: nn.Module, order: str, images: Tensor) -> dict[str, str]:
-    """Fix the order of every SimA module to the one it takes for these images; path -> order."""
+    """Fix the order of each SimA module to the one it selects for these images; path -> order."""
     modules = {path: module for path, module in model.named_modules() if isinstance(module, WITH_ORDER)}
     for module in modules.values():
         module.order = order if order != "auto" else module.order
@@ -320,7 +281,7 @@ def _pin_orders(model: nn.Module, order: str, images: Tensor) -> dict[str, str]:
             model(images)
         except Exception as error:
             raise ValueError(
-                f"{type(model).__name__} cannot run on {tuple(images.shape)}: {_first_line(error)}; take the size it "
+                f"{type(model).__name__} cannot run on {tuple(images.shape)}: {_first_line(error)}; use the size it "
                 "was built for"
             ) from error
     for path, module in modules.items():
@@ -331,7 +292,7 @@ def _pin_orders(model: nn.Module, order: str, images: Tensor) -> dict[str, str]:
 def _example(
     model: nn.Module, height: int, width: int, dynamic: Collection[str], preprocessing: bool
 ) -> tuple[Tensor, dict[int, Any] | None]:
-    """The input that is traced, and its open axes. An open axis has a size that no branch of a model asks for."""
+    """The example input, and its dynamic axes, whose example sizes match no special case of a model."""
     open_axis = torch.export.Dim.DYNAMIC
     if preprocessing:
         photo = torch.zeros(height + 3, width + 7, 3, dtype=torch.uint8)
@@ -341,7 +302,7 @@ def _example(
     if "batch" in dynamic:
         B, axes[0] = 2, open_axis
     if "size" in dynamic:
-        # Neither square nor the size of the position embedding: then its resize is in the graph.
+        # Neither square nor the size of the position embedding, so that the graph includes its resize.
         step = max(16, _patch(model))
         height, width = height + step, width + 2 * step
         axes[2] = axes[3] = open_axis
@@ -349,6 +310,8 @@ def _example(
 
 
 def _to_onnx(model: nn.Module, example: Tensor, axes: dict[int, Any] | None, name: str) -> onnx.ModelProto:
+    from onnxscript import optimizer
+
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
@@ -365,10 +328,13 @@ def _to_onnx(model: nn.Module, example: Tensor, axes: dict[int, Any] | None, nam
     except Exception as error:
         raise ValueError(f"{name} cannot be exported: {_first_line(error)}") from error
     assert program is not None  # with dynamo=True it never is
+    # torch's exporter folds small constants only; resized position embeddings and Fourier features are larger.
+    optimizer.fold_constants(program.model, input_size_limit=sys.maxsize, output_size_limit=sys.maxsize)
+    optimizer.remove_unused_nodes(program.model)
     proto = program.model_proto
     for node in proto.graph.node:
         kept = [entry for entry in node.metadata_props if entry.key in KEPT_IN_NODES]
-        del node.metadata_props[:]  # the rest is source code and the paths of this machine
+        del node.metadata_props[:]  # the rest is source code and local paths
         node.metadata_props.extend(kept)
         node.ClearField("doc_string")
     _name_open_sizes(proto.graph.input[0], example)
@@ -376,7 +342,7 @@ def _to_onnx(model: nn.Module, example: Tensor, axes: dict[int, Any] | None, nam
 
 
 def _name_open_sizes(value: onnx.ValueInfoProto, example: Tensor) -> None:
-    """Call the open sizes of the input what they are."""
+    """Name the dynamic sizes of the input."""
     names = ["height", "width", ""] if example.dtype == torch.uint8 else ["batch", "", "height", "width"]
     for size, name in zip(value.type.tensor_type.shape.dim, names, strict=True):
         if size.dim_param and name:
@@ -396,7 +362,7 @@ def _checked_inputs(
     preprocessing: bool,
     given: Tensor | Sequence[np.ndarray] | None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """(what it is, input) of everything that is compared."""
+    """(description, input) of all inputs to compare on."""
     if preprocessing:
         draw = np.random.default_rng(0)
         for rows, columns in ((height, width), (2 * height + 1, width + 3), (height // 2 + 1, 2 * width)):
@@ -422,7 +388,7 @@ def _checked_inputs(
 def _parity(
     model: nn.Module, path: Path, inputs: Iterable[tuple[str, Tensor]], largest: float, name: str
 ) -> dict[str, float]:
-    """Input -> relative error of the file; raises where it is more than rounding. Given images share one entry."""
+    """Input -> relative error of the file; raises if it is too large. Given images share one entry."""
     session = open_model(path, threads=torch.get_num_threads())
     errors: dict[str, float] = {}
     given: list[float] = []
@@ -431,7 +397,7 @@ def _parity(
             truth = model(images).numpy()
         out = session(images.numpy())
         if out.shape != truth.shape:
-            raise ValueError(f"{name} gives {truth.shape} in torch and {out.shape} in ONNX Runtime on {what}")
+            raise ValueError(f"{name} returns {truth.shape} in torch and {out.shape} in ONNX Runtime on {what}")
         error = float(np.abs(out - truth).max() / np.abs(truth).max().clip(1e-12))
         if not error <= largest:  # NaN too
             raise ValueError(

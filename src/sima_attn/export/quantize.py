@@ -1,8 +1,8 @@
-"""ONNX file in float32 -> the same in int8: static quantisation, per-channel weights, and what it costs in accuracy.
+"""ONNX file in float32 -> int8: static quantization with per-channel weights, and its effect on accuracy.
 
-Every product with a weight (the projections, the MLPs, the convolutions) runs in int8. What depends on two
-activations stays in float32: of SimA these are the sums over the tokens, s = 1 / (|Q|_1 |K|_1), whose values are far
-below the step of any 8-bit scale, and the two products around it, which are a few percent of all multiplications.
+All products with a weight (projections, MLPs, convolutions) run in int8. Products of two activations stay in float32:
+in SimA these are s = 1 / (|Q|_1 |K|_1), whose values are far below the step of any 8-bit scale, and the two products
+around it, which are a few percent of all multiplications.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from sima_attn.report.tables import TextTable
 if TYPE_CHECKING:
     import onnx
 
-LEAST_IMAGES = 32
-MOST_AT_ONCE = 16  # images a call, for files whose batch is open
+MIN_IMAGES = 32
+MAX_BATCH = 16  # for files with a dynamic batch size
 PRODUCTS = ("Gemm", "MatMul", "Conv")
 FP32, INT8 = "fp32", "int8"
 UNKNOWN = float("nan")
@@ -39,9 +39,9 @@ UNKNOWN = float("nan")
 
 @dataclass(frozen=True)
 class FileRow:
-    """A file, and how right it is on `images` val images; in percent, NaN where there are no images or no labels.
+    """A file and its accuracy on `images` val images, in percent; NaN without images or labels.
 
-    `share_of_fp32`, `points_lost` (of top-1) and `same_class` are against the float32 file that it was made of.
+    `share_of_fp32`, `points_lost` (of top-1) and `same_class` are relative to the original float32 file.
     """
 
     model: str
@@ -52,7 +52,7 @@ class FileRow:
     top1: float
     top5: float
     points_lost: float
-    same_class: float  # images on which the first class is that of float32
+    same_class: float  # share of images with the same first class as float32
     images: int
     data: str
     calibration_images: int
@@ -67,7 +67,7 @@ class FileRow:
 
 
 class QuantizeReport(NamedTuple):
-    """The float32 file and the int8 file made of it."""
+    """The float32 file and the int8 file."""
 
     fp32: FileRow
     int8: FileRow
@@ -85,7 +85,7 @@ class QuantizeReport(NamedTuple):
 
 
 def quantize_table(rows: Sequence[FileRow]) -> TextTable:
-    """Size and accuracy of every file; those in int8 in bold."""
+    """Size and accuracy of each file; int8 in bold."""
     header = ["model", "type", "MiB", "of fp32", "top-1", "top-5", "lost", "same class", "images", "exp-like"]
     lines = [
         [row.model, row.format, f"{row.bytes / 2**20:.2f}", f"{row.share_of_fp32:.1%}"]
@@ -97,7 +97,7 @@ def quantize_table(rows: Sequence[FileRow]) -> TextTable:
 
 
 class Images:
-    """Inputs for an ONNX file from a data folder, decoded when they are asked for; `labels` is None without any."""
+    """Inputs for an ONNX file from a data folder, decoded on access; `labels` is None if there are none."""
 
     def __init__(self, read: Callable[[int], np.ndarray], size: int, labels: list[int] | None) -> None:
         self.read, self.size, self.labels = read, size, labels
@@ -112,15 +112,15 @@ class Images:
 def open_images(
     data: str | Path, metadata: dict[str, str], *, split: str = "val", most: int | None = None, seed: int = 0
 ) -> Images:
-    """Images of a data folder as an exported file takes them; `most` of them, drawn at random.
+    """Images of a data folder as inputs of an exported file; `most` of them, selected at random.
 
-    The folder is one that `sima train` reads, or one with image files in it, which then have no labels.
+    The folder has a format of `sima train`, or contains image files, without labels.
     """
     from sima_attn.data.loader import evaluation_transform
     from sima_attn.data.sources import open_data
 
     if "preprocessing" not in metadata:
-        raise ValueError("the file does not say how its images are prepared: export it again with `sima export`")
+        raise ValueError("the file has no preprocessing metadata: export it again with `sima export`")
     transform = evaluation_transform(Preprocessing.from_json(metadata["preprocessing"]))
     raw = metadata.get("preprocessing_inside") == "true"
     root = Path(data)
@@ -134,7 +134,7 @@ def open_images(
     known = labels_in(metadata)
     if source is not None and known is not None and len(source.classes) != len(known):
         raise ValueError(
-            f"{data} has {len(source.classes)} classes, the file has {len(known)}: give the data it was trained on, or "
+            f"{data} has {len(source.classes)} classes, the file has {len(known)}: pass the data it was trained on, or "
             "a folder of image files, which need no labels"
         )
     total = len(files) if source is None else len(source)
@@ -147,7 +147,7 @@ def open_images(
         else:
             try:
                 image = source.read(place)
-            except Exception as error:  # whatever the decoder says
+            except Exception as error:  # decoders raise many kinds of errors
                 raise ValueError(f"{source.name(place)} cannot be read as an image: {error}; remove it") from None
         return np.asarray(image) if raw else transform(image).numpy()
 
@@ -163,37 +163,37 @@ def quantize_onnx(
     compare_labels: Sequence[int] | None = None,
     data: str = "",
     reduce_range: bool = False,
-    least_images: int = LEAST_IMAGES,
+    least_images: int = MIN_IMAGES,
     on_image: Callable[[], object] = lambda: None,
 ) -> QuantizeReport:
-    """Write the int8 form of an exported file, and compare the two.
+    """Quantize an exported file to int8, and compare both files.
 
     Args:
         fp32_path: A file that `export_onnx` wrote.
         int8_path: Must end in .onnx.
-        calibration_images: From the training data: the ranges of all activations are read off them. Each as the
-            file takes it, without the batch axis: [3, height, width], or a photo [height, width, 3] in bytes.
+        calibration_images: Training images, which determine the ranges of all activations. Inputs of the file without
+            the batch axis: [3, height, width], or a photo [height, width, 3] in uint8.
         compare_images: Images on which both files are run.
         compare_labels: Their classes, for accuracy.
-        data: What the images are called in the report.
-        reduce_range: Weights of 7 bits, for x86 processors without VNNI, whose 8-bit products saturate.
+        data: Name of the images in the report.
+        reduce_range: 7-bit weights, for x86 processors without VNNI, whose 8-bit products saturate.
         least_images: Fewer calibration images are an error.
         on_image: Called after each image of calibration and comparison.
     """
     check_installed()
     fp32_path, int8_path = Path(fp32_path), Path(int8_path)
     if int8_path.suffix != ".onnx" or int8_path == fp32_path:
-        raise ValueError(f"the int8 file must end in .onnx and be another than {fp32_path}, got {str(int8_path)!r}")
+        raise ValueError(f"the int8 file must end in .onnx and differ from {fp32_path}, got {str(int8_path)!r}")
     if len(calibration_images) < least_images:
         raise ValueError(
-            f"{len(calibration_images)} calibration images are too few to tell the ranges of the activations: give "
-            f"at least {least_images}, better some hundred"
+            f"{len(calibration_images)} calibration images are too few for the ranges of the activations: use "
+            f"at least {least_images}, better a few hundred"
         )
     if compare_labels is not None and len(compare_labels) != len(compare_images):
-        raise ValueError(f"there are {len(compare_labels)} labels for {len(compare_images)} images")
+        raise ValueError(f"got {len(compare_labels)} labels for {len(compare_images)} images")
     fp32 = open_model(fp32_path, threads=_threads())
     if fp32.metadata.get("precision") == INT8:
-        raise ValueError(f"{fp32_path} is in int8 already: give the float32 file it was made of")
+        raise ValueError(f"{fp32_path} is already in int8: pass the float32 file")
     batches = _batches(calibration_images, fp32)
     proto = quantized_graph(fp32_path, batches, reduce_range=reduce_range, on_image=on_image)
     write_metadata(proto, {"precision": INT8, "calibration_images": str(len(calibration_images))})
@@ -204,21 +204,21 @@ def quantize_onnx(
         model = fp32.metadata.get("model", fp32_path.stem)
         full_size = fp32_path.stat().st_size
 
-        def row(path: Path, name: str, what: str, right: _Right, images: int, settings: str) -> FileRow:
-            quantised, in_float = _count_products(path)
+        def row(path: Path, name: str, precision: str, accuracy: _Accuracy, images: int, settings: str) -> FileRow:
+            int8_products, float_products = _count_products(path)
             return FileRow(
                 model=model,
-                format=what,
+                format=precision,
                 file=name,
                 bytes=path.stat().st_size,
                 share_of_fp32=round(path.stat().st_size / full_size, 4),
-                **right._asdict(),
+                **accuracy._asdict(),
                 images=len(compare_images),
                 data=data,
                 calibration_images=images,
                 settings=settings,
-                int8_products=quantised,
-                float_products=in_float,
+                int8_products=int8_products,
+                float_products=float_products,
                 exp_like_nodes=len(audit(path).calls),
                 device=cpu_name(),
                 onnxruntime=OnnxRuntime.version(),
@@ -241,11 +241,11 @@ def quantized_graph(
     reduce_range: bool = False,
     on_image: Callable[[], object] = lambda: None,
 ) -> onnx.ModelProto:
-    """The graph of a file with every product with a weight in int8, activations in unsigned bytes.
+    """The graph of a file with all products with a weight in int8, activations in uint8.
 
-    Ranges are the least and the greatest value on the calibration images. SimA's own bound, |K-hat^T V| <= max |V|,
-    is for a product that stays in float32: it has no scale to set. For the next one that has, the input of the
-    projection, the bound is D max |V|, far above what is ever there: its steps would be too coarse.
+    Ranges are the minimum and maximum on the calibration images. SimA's bound |K-hat^T V| <= max |V| is for a product
+    that stays in float32 and has no scale. For the next quantized one, the input of the projection, the bound is
+    D max |V|, far above the real values: the steps would be too coarse.
     """
     import onnx
     from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
@@ -261,7 +261,7 @@ def quantized_graph(
 
     proto = onnx.load(path)
     input_name = proto.graph.input[0].name
-    linear_layers_as_gemm(proto)
+    convert_linear_to_gemm(proto)
     weights = {weight.name for weight in proto.graph.initializer}
     chosen = [node.name for node in proto.graph.node if node.op_type in PRODUCTS and node.input[1] in weights]
     with tempfile.TemporaryDirectory() as folder, _quiet():
@@ -277,16 +277,16 @@ def quantized_graph(
             per_channel=True,
             reduce_range=reduce_range,
             nodes_to_quantize=chosen,
-            # Results of linear layers stay in float32: more exact, and no slower, since the next norm needs them so.
+            # Outputs of linear layers stay in float32: more accurate, and not slower, since the next norm needs it.
             extra_options={"OpTypesToExcludeOutputQuantization": ["Gemm", "MatMul"]},
         )
         return onnx.load(after)
 
 
-def linear_layers_as_gemm(proto: onnx.ModelProto) -> None:
-    """Write MatMul + bias on tokens [B, N, C] as one Gemm on [B * N, C]: ONNX Runtime's int8 form of a linear layer.
+def convert_linear_to_gemm(proto: onnx.ModelProto) -> None:
+    """Replace MatMul + bias on tokens [B, N, C] by one Gemm on [B * N, C], which ONNX Runtime can run in int8.
 
-    Left as two nodes, it would fuse them to a float32 Gemm, and the weights would go back to float32 in every call.
+    It would fuse the two nodes to a float32 Gemm, and convert the weights to float32 in each call.
     """
     import onnx
     from onnx import helper, numpy_helper
@@ -298,7 +298,7 @@ def linear_layers_as_gemm(proto: onnx.ModelProto) -> None:
     producers = {name: node for node in proto.graph.node for name in node.output}
 
     def layer_before(add: onnx.NodeProto) -> tuple[onnx.NodeProto, str] | None:
-        """The MatMul and the bias whose sum a node is, where it is one."""
+        """The MatMul and the bias that a node adds, or None."""
         if add.op_type != "Add":
             return None
         for product, bias in (tuple(add.input), tuple(reversed(add.input))):
@@ -313,7 +313,7 @@ def linear_layers_as_gemm(proto: onnx.ModelProto) -> None:
         proto.graph.initializer.append(numpy_helper.from_array(np.array(sizes, dtype=np.int64), name))
         return name
 
-    nodes: dict[str, list[onnx.NodeProto]] = {}  # first output of a node -> what stands in its place
+    nodes: dict[str, list[onnx.NodeProto]] = {}  # first output of a node -> its replacement
     for node in proto.graph.node:
         found = layer_before(node)
         if found is None:
@@ -326,7 +326,7 @@ def linear_layers_as_gemm(proto: onnx.ModelProto) -> None:
         new = [helper.make_node("Reshape", [tokens, flat], [f"{name}_flat"])]
         gemm = helper.make_node("Gemm", [f"{name}_flat", weight, bias], [f"{name}_gemm"], name=f"{name}_gemm")
         gemm.metadata_props.extend(product.metadata_props)
-        if out_shape.count(-1) > 1:  # one size can be left to Reshape, more must be read off the tokens
+        if out_shape.count(-1) > 1:  # Reshape infers one size; more are computed from the tokens
             new.append(helper.make_node("Shape", [tokens], [f"{name}_leading"], start=0, end=-1))
             width = constant(f"{name}_width", [out_shape[-1]])
             new.append(helper.make_node("Concat", [f"{name}_leading", width], [f"{name}_shape"], axis=0))
@@ -340,7 +340,7 @@ def linear_layers_as_gemm(proto: onnx.ModelProto) -> None:
 
 
 def _count_products(path: Path) -> tuple[int, int]:
-    """Products whose weight comes from bytes, and those in float32."""
+    """Number of products with quantized weights, and of those in float32."""
     import onnx
 
     graph = onnx.load(path).graph
@@ -350,16 +350,16 @@ def _count_products(path: Path) -> tuple[int, int]:
 
 
 def _settings(reduce_range: bool) -> str:
-    """How `quantized_graph` quantises, in words."""
+    """The settings of `quantized_graph`, in words."""
     bits = 7 if reduce_range else 8
     return f"static QDQ; weights {bits} bits a channel; activations 8 bits, min-max; activation products in float32"
 
 
 def _batches(images: Iterable[np.ndarray], session: Session) -> Iterator[np.ndarray]:
-    """Images as the file takes them: one by one, or MOST_AT_ONCE where its batch is open."""
+    """Inputs of the file: one image each, or up to MAX_BATCH if its batch size is dynamic."""
     photo = session.metadata.get("preprocessing_inside") == "true"
     fitting = len(session.input_shape) - (not photo)
-    at_once = MOST_AT_ONCE if isinstance(session.input_shape[0], str) and not photo else 1
+    at_once = MAX_BATCH if isinstance(session.input_shape[0], str) and not photo else 1
     waiting: list[np.ndarray] = []
     for image in images:
         if image.ndim != fitting:
@@ -375,8 +375,8 @@ def _batches(images: Iterable[np.ndarray], session: Session) -> Iterator[np.ndar
         yield np.stack(waiting)
 
 
-class _Right(NamedTuple):
-    """How right a file is, in percent."""
+class _Accuracy(NamedTuple):
+    """Accuracy of a file in percent."""
 
     top1: float = UNKNOWN
     top5: float = UNKNOWN
@@ -390,14 +390,14 @@ def _compare(
     images: Collection[np.ndarray] | Images,
     labels: Sequence[int] | None,
     on_image: Callable[[], object],
-) -> tuple[_Right, _Right]:
-    """Both files on the same images."""
+) -> tuple[_Accuracy, _Accuracy]:
+    """Accuracy of both files on the same images."""
     if not len(images):
-        return _Right(), _Right()
+        return _Accuracy(), _Accuracy()
     known = labels_in(fp32.metadata)
     if labels is not None and known is not None and max(labels) >= len(known):
         raise ValueError(f"the images have labels up to {max(labels)}, the file has {len(known)} classes")
-    found: dict[Session, list[np.ndarray]] = {fp32: [], int8: []}  # five classes an image, the likeliest first
+    found: dict[Session, list[np.ndarray]] = {fp32: [], int8: []}  # five classes per image, the most probable first
     for batch in _batches(images, fp32):
         for session, fives in found.items():
             logits = session(batch)  # [B, K]
@@ -406,16 +406,16 @@ def _compare(
             on_image()
     theirs, ours = (np.concatenate(fives) for fives in found.values())  # [images, 5]
 
-    def right(fives: np.ndarray) -> _Right:
+    def accuracy(fives: np.ndarray) -> _Accuracy:
         same = _percent(fives[:, 0] == theirs[:, 0])
         if labels is None:
-            return _Right(same_class=same)
+            return _Accuracy(same_class=same)
         truth = np.asarray(labels)
         first = _percent(fives[:, 0] == truth)
         lost = round(_percent(theirs[:, 0] == truth) - first, 2)
-        return _Right(first, _percent((fives == truth[:, None]).any(1)), lost, same)
+        return _Accuracy(first, _percent((fives == truth[:, None]).any(1)), lost, same)
 
-    return right(theirs), right(ours)
+    return accuracy(theirs), accuracy(ours)
 
 
 def _shown(value: float) -> str:
@@ -434,7 +434,7 @@ def _threads() -> int:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without ONNX Runtime's advice to run a pre-processing that these graphs do not need."""
+    """Suppress ONNX Runtime's advice to run a preprocessing step that these graphs do not need."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -444,12 +444,12 @@ def _quiet() -> Iterator[None]:
 
 
 def metadata_of(path: str | Path) -> dict[str, str]:
-    """The facts in an exported file, or an error that says it is not there."""
+    """The metadata of an exported file; raises if there is no such file."""
     if not Path(path).is_file():
         if Path(path).suffix != ".onnx":
             raise FileNotFoundError(
-                f"{path} is neither an .onnx file nor the folder of a run: write a model as a file first, "
+                f"{path} is neither an .onnx file nor a run folder: export the model first, "
                 f"`sima export {path} -o model.onnx`"
             )
-        raise FileNotFoundError(f"there is no file {path}: write it with `sima export MODEL -o {path}`")
+        raise FileNotFoundError(f"{path} does not exist: create it with `sima export MODEL -o {path}`")
     return read_metadata(path)

@@ -1,6 +1,6 @@
-"""What runs an ONNX file on this machine, behind one interface: arrays in, an array out.
+"""Runtimes for ONNX files with one interface: array in, array out.
 
-Nothing here imports torch, so that the memory a runtime takes can be measured without it.
+This module does not import torch, so that the memory of a runtime can be measured without it.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import numpy as np
 
 from sima_attn._errors import unknown_name
 
-PREFIX = "sima_attn."  # of our keys in the metadata of a file
+PREFIX = "sima_attn."  # of our metadata keys
 
 
 class Session(ABC):
-    """An ONNX file, loaded.
+    """A loaded ONNX file.
 
     Attributes:
-        metadata: What `export_onnx` wrote into the file, without the prefix of its keys.
-        input_shape: Shape of the one input; a str is a size that is left open.
-        output_shape: Shape of the first output, likewise.
+        metadata: Metadata that `export_onnx` wrote, without the prefix of the keys.
+        input_shape: Shape of the input; a str is a dynamic size.
+        output_shape: Shape of the first output.
     """
 
-    package: str  # what to install
+    package: str  # to install
     metadata: dict[str, str]
     input_shape: tuple[int | str, ...]
     output_shape: tuple[int | str, ...]
@@ -39,11 +39,11 @@ class Session(ABC):
 
     @abstractmethod
     def __call__(self, images: np.ndarray) -> np.ndarray:
-        """The input -> the first output."""
+        """Run the model: input -> first output."""
 
     @classmethod
     def version(cls) -> str:
-        """The version of the runtime that is installed."""
+        """The installed version."""
         from importlib.metadata import version
 
         return version(cls.package)
@@ -62,22 +62,22 @@ class OnnxRuntime(Session):
         options.log_severity_level = 3  # errors only
         try:
             self.session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # its classes are not public
+        except Exception as error:  # its error classes are not public
             raise ValueError(f"ONNX Runtime cannot load {path}: {_first_line(error)}") from error
         self.metadata = _ours(self.session.get_modelmeta().custom_metadata_map)
         inputs = self.session.get_inputs()
         if len(inputs) != 1:
-            raise ValueError(f"{path} has {len(inputs)} inputs; a model that takes images has one")
+            raise ValueError(f"{path} has {len(inputs)} inputs; an image model has one")
         self.input_name, self.input_shape = inputs[0].name, tuple(inputs[0].shape)
         self.output_shape = tuple(self.session.get_outputs()[0].shape)
 
     def __call__(self, images: np.ndarray) -> np.ndarray:
-        """The input -> the first output."""
+        """Run the model: input -> first output."""
         return self.session.run(None, {self.input_name: images})[0]
 
 
 class OpenVino(Session):
-    """OpenVINO on the CPU, computing in float32: its own choice is bfloat16 where the processor has it."""
+    """OpenVINO on the CPU in float32; its default is bfloat16 on processors that support it."""
 
     package = "openvino"
 
@@ -87,8 +87,8 @@ class OpenVino(Session):
         self.metadata = read_metadata(path)
         if self.metadata.get("preprocessing_inside") == "true":
             raise ValueError(
-                f"{path} has its pre-processing inside, and OpenVINO's antialiased Resize differs from ONNX's: "
-                "export without --preprocess for OpenVINO"
+                f"{path} includes preprocessing, and OpenVINO's antialiased Resize differs from that of ONNX: export "
+                "without --preprocess for OpenVINO"
             )
         settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"}
         try:
@@ -102,7 +102,7 @@ class OpenVino(Session):
         self.request = compiled.create_infer_request()
 
     def __call__(self, images: np.ndarray) -> np.ndarray:
-        """The input -> the first output."""
+        """Run the model: input -> first output."""
         return self.request.infer({0: images})[0]
 
 
@@ -110,12 +110,12 @@ RUNTIMES: dict[str, type[Session]] = {"onnxruntime": OnnxRuntime, "openvino": Op
 
 
 def installed_runtimes() -> list[str]:
-    """Names of the runtimes that can be used here."""
+    """Names of the installed runtimes."""
     return [name for name, runtime in RUNTIMES.items() if find_spec(runtime.package)]
 
 
 def check_runtime(runtime: str) -> None:
-    """Raise for a runtime that is not known or not installed."""
+    """Raise if a runtime is unknown or not installed."""
     if runtime not in RUNTIMES:
         raise unknown_name("runtime", runtime, RUNTIMES)
     if find_spec(RUNTIMES[runtime].package) is None:
@@ -124,30 +124,30 @@ def check_runtime(runtime: str) -> None:
 
 
 def open_model(path: str | Path, runtime: str = "onnxruntime", threads: int = 1) -> Session:
-    """An ONNX file, loaded in a runtime and ready to be called."""
+    """Load an ONNX file in a runtime."""
     check_runtime(runtime)
     if threads < 1:
         raise ValueError(f"threads must be at least 1, got {threads}")
     if not Path(path).is_file():
-        raise FileNotFoundError(f"there is no file {path}: write it with `sima export MODEL -o {path}`")
+        raise FileNotFoundError(f"{path} does not exist: create it with `sima export MODEL -o {path}`")
     return RUNTIMES[runtime](Path(path), threads)
 
 
 def read_metadata(path: str | Path) -> dict[str, str]:
-    """What `export_onnx` wrote into a file, without the prefix of its keys; empty for files of others."""
+    """Metadata that `export_onnx` wrote, without the prefix of the keys; empty for other files."""
     import onnx
 
     try:
         model = onnx.load(path, load_external_data=False)
     except FileNotFoundError:
         raise
-    except Exception as error:  # of protobuf, which onnx does not wrap
+    except Exception as error:  # an error of protobuf, which onnx does not wrap
         raise ValueError(f"{path} cannot be read as an ONNX file: {error}") from error
     return _ours({entry.key: entry.value for entry in model.metadata_props})
 
 
 def labels_in(metadata: Mapping[str, str]) -> list[str] | None:
-    """The names of the classes, None where the file does not know them."""
+    """The class names, None if the file has none."""
     if "labels" not in metadata:
         return None
     try:
