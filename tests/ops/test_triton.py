@@ -116,7 +116,7 @@ def test_the_other_order_is_as_accurate_as_plain_torch(dtype):
 @pytest.mark.parametrize("order", ["kv", "qk"])
 def test_head_dims(D, order):
     """Lanes past D are masked: 48 runs in 64 lanes, 72 to 96 in 128. 256 has no room for a head in one program."""
-    assert_as_accurate_as_plain_torch(*make_qkv(B=1, H=2, N=40, D=D, dtype=torch.float16), order)
+    assert_as_accurate_as_plain_torch(*make_qkv(B=1, H=1, N=40, D=D, dtype=torch.float16), order)
 
 
 @pytest.mark.gpu
@@ -175,8 +175,8 @@ def test_different_widths_of_keys_and_values(D, Dv, path, monkeypatch):
     """D and Dv may span a different number of column blocks: nothing is written outside the outputs."""
     check = guarded(monkeypatch)
     N = 70
-    q, k, v = make_qkv(B=1, H=2, N=N, M=N + 3, D=D, Dv=Dv)
-    grad = make(1, 2, N, Dv)
+    q, k, v = make_qkv(B=1, H=1, N=N, M=N + 3, D=D, Dv=Dv)
+    grad = make(1, 1, N, Dv)
     ours = with_grads(sima_attention, q, k, v, grad, order="kv", backend="triton")
     check()
     truth = with_grads(sima_attention, q.double(), k.double(), v.double(), grad, backend="eager")
