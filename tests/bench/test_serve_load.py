@@ -10,7 +10,7 @@ import timm
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
-from sima_attn.explain.subject import subject_of
+from sima_attn.explain.photo_model import photo_model
 
 import serve_load
 from serve_load import LoadRow, Tally, bench_load, summarise
@@ -47,7 +47,7 @@ def test_what_is_wrong_is_noticed(wrong, said):
 
 def test_a_short_run_against_the_page(tmp_path, monkeypatch):
     model = timm.create_model("sima_xcit_mini_p4_64_relu", depth=1).eval()
-    app = create_app(subject_of(model, name="small", facts={"input_size": (3, 64, 64)}))
+    app = create_app(photo_model(model, name="small", trained=False, size=64))
 
     @contextmanager
     def in_this_process(model):
