@@ -10,11 +10,10 @@ import timm
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
-from sima_attn.explain.photo_model import photo_model
-
 import serve_load
 from serve_load import LoadRow, Tally, bench_load, summarise
 from serving import serving
+from sima_attn.explain.photo_model import photo_model
 from sima_attn.report.rows import read_rows
 from sima_attn.serve.app import create_app
 
