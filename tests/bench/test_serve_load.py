@@ -46,7 +46,7 @@ def test_what_is_wrong_is_noticed(wrong, said):
 
 def test_a_short_run_against_the_page(tmp_path, monkeypatch):
     model = timm.create_model("sima_xcit_mini_p4_64_relu", depth=1).eval()
-    app = create_app(photo_model(model, name="small", trained=False, size=64))
+    app = create_app(photo_model(model, name="small", size=64))
 
     @contextmanager
     def in_this_process(model):

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from small_models import HONOURED, SILENT, VISION, build, build_clip, features, image, outputs
+from transformers_models import HONOURED, SILENT, VISION, build, build_clip, features, image, outputs
 
 from closeness import assert_close
 from sima_attn.conversion import convert

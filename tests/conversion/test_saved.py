@@ -9,8 +9,8 @@ import sys
 
 import pytest
 import torch
-from small_models import HONOURED, TEXT, TOKENS, VISION, build, build_clip, features, image, outputs
 from torch import nn
+from transformers_models import HONOURED, TEXT, TOKENS, VISION, build, build_clip, features, image, outputs
 
 from closeness import assert_close
 from sima_attn.conversion import convert, load_pretrained

@@ -23,7 +23,6 @@ def test_commands_run_without_what_they_do_not_use_and_name_the_extra_they_need(
         ["recipes"],
         ["detect", "recipes"],
         ["bench", "table", str(ROWS)],
-        ["bench", "knn", "--bank", "2000", "--dim", "16", "--queries", "100", *small, "--out", str(tmp_path / "k.csv")],
         ["knn", model, "--data", data, "--cache", str(tmp_path), *small],
     ]
     refused = {
