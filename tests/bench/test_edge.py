@@ -1,6 +1,7 @@
 """The edge benchmarks on tiny models: right rows, ratios of one run, refusals; and the paper's numbers as printed."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,10 +23,10 @@ from sima_attn.bench.paper_edge import (
     paper_edge_table,
     paper_gpu_table,
 )
-from sima_attn.cli import export
 from sima_attn.export import runtimes
 from sima_attn.export.quantize import FileRow, metadata_of
 from sima_attn.export.runtimes import installed_runtimes
+from sima_attn.models import loading
 from sima_attn.models.pretrained import weights_file
 from sima_attn.report.rows import read_rows, write_rows
 
@@ -191,14 +192,15 @@ def sima(*arguments):
 @needs_onnx
 def test_export_quantise_and_audit_from_the_command_line(tmp_path, monkeypatch):
     pytest.importorskip("sklearn")
-    load = export.load_model
+    load = loading.load_model
 
-    def small(what, *rest):
-        name = what if timm.is_model(what) else "sima_deit_tiny_patch16_224_relu"
-        _, side, prepare, _, weights = load(name, *rest[:-1], 32)
-        return timm.create_model(name, img_size=side, **TINY), side, prepare, None, weights
+    def small(what, **options):
+        name = what if timm.is_model(str(what)) else "sima_deit_tiny_patch16_224_relu"
+        loaded = load(name, **options)
+        model = timm.create_model(name, img_size=32, **TINY)
+        return replace(loaded, name=Path(what).name, model=model, preprocessing=replace(loaded.preprocessing, size=32))
 
-    monkeypatch.setattr(export, "load_model", small)
+    monkeypatch.setattr(loading, "load_model", small)
     (tmp_path / "labels.txt").write_text("\n".join(f"class {k}" for k in range(5)))
     out = sima(
         *("export", "sima_deit_tiny_patch16_224_relu", "-o", tmp_path / "m.onnx", "--size", 32),
@@ -233,8 +235,8 @@ def test_export_quantise_and_audit_from_the_command_line(tmp_path, monkeypatch):
     ("arguments", "message"),
     [
         (["export", "sima_deit_tiny_patch16_224", "-o", "m.onnx", "--size", "100"], "a multiple of the patch size 16"),
-        (["export", "sima_diet", "-o", "m.onnx"], "neither a run's folder"),
-        (["export", "runs/none", "-o", "m.onnx", "--pretrained"], "go with the name of a model"),
+        (["export", "sima_diet", "-o", "m.onnx"], "unknown model, run folder or file 'sima_diet'"),
+        (["export", "runs/none", "-o", "m.onnx", "--pretrained"], "unknown model, run folder or file 'runs/none'"),
         (["quantize", "none.onnx", "--data", "digits"], "none.onnx does not exist"),
         (["quantize", "sima_cvt_13", "--data", "digits"], "neither an .onnx file nor a run folder"),
         (["bench", "edge", "--runtime", "openvino"], "openvino is not installed"),

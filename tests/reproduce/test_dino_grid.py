@@ -197,7 +197,7 @@ def test_the_command_makes_all_kinds_of_runs(data, tmp_path, monkeypatch):
     assert {point.name for point in curves} == {"vit_softmax"}
     assert [row.steps for row in results] == [6, 6, 0]
     for run in runs:
-        with pytest.raises(ValueError, match=r"of the images in .*, not of those in elsewhere"):
+        with pytest.raises(ValueError, match=r"on the images in .*, not on those in elsewhere"):
             GRID.make_run(
                 replace(run, epochs=0 if run.name == "random" else 2), tmp_path / "out", "elsewhere", device="cpu"
             )

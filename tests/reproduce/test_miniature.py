@@ -226,5 +226,5 @@ def test_the_command_runs_the_grid_and_names_wrong_data_first(data, tmp_path, mo
     assert (tmp_path / "out" / "tables.md").read_text().startswith("| run | what it is |")
     other = tmp_path / "other"
     shutil.copytree(data, other)
-    with pytest.raises(ValueError, match=r"of the images in .*, not of those in .*other"):
+    with pytest.raises(ValueError, match=r"on the images in .*, not on those in .*other"):
         CliRunner().invoke(cli.app, [*arguments, "--data", str(other)], catch_exceptions=False)
