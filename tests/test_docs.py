@@ -323,7 +323,7 @@ def test_every_public_name_is_in_the_reference_and_exists():
     there = {name for name in names if hasattr(importlib.import_module(name.rpartition(".")[0]), name.split(".")[-1])}
     assert names - there == set()
     short = {name.split(".")[-1] for name in names}
-    for package in ("", ".ops", ".nn", ".conversion", ".models", ".explain", ".audit"):
+    for package in ("", ".ops", ".nn", ".conversion", ".models", ".explain", ".auditing"):
         public = importlib.import_module(f"sima_attn{package}")
         missing = {
             name

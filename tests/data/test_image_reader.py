@@ -93,7 +93,7 @@ def read_by_everything(data: bytes, root: Path) -> dict[str, np.ndarray]:
     """The same photo through each way into the package."""
     pa = pytest.importorskip("pyarrow")
     pq = pytest.importorskip("pyarrow.parquet")
-    from sima_attn.data import open_data
+    from sima_attn.data.sources import open_data
     from sima_attn.detect.coco import open_coco
     from sima_attn.export.quantize import open_images
     from sima_attn.serve.limits import Limits
@@ -134,10 +134,10 @@ def test_everything_reads_the_same_upright_pixels(tmp_path, orientation):
 
 def test_evaluation_and_classify_agree_on_a_photo_of_a_turned_phone(tmp_path):
     from sima_attn.cli.classify import top_classes
-    from sima_attn.data import open_data
     from sima_attn.data.cache import Cache, normalise
     from sima_attn.data.loader import BrokenImages, evaluation_batches
     from sima_attn.data.settings import Data
+    from sima_attn.data.sources import open_data
     from sima_attn.explain.photo_model import photo_model
 
     file = tmp_path / "val/cat/phone.jpg"
@@ -185,8 +185,8 @@ def test_image_files_are_opened_in_one_place():
 
 
 def test_features_of_an_older_reader_are_not_used_again(monkeypatch):
-    from sima_attn.data import open_data
     from sima_attn.data.settings import Data
+    from sima_attn.data.sources import open_data
     from sima_attn.probe import features
 
     pytest.importorskip("sklearn")
@@ -293,9 +293,10 @@ def test_what_is_cut_off_a_strip_is_the_same_at_both_ends():
 
 
 def test_a_cached_strip_is_cut_before_it_is_resized(tmp_path, monkeypatch):
-    from sima_attn.data import cache, loader, open_data
+    from sima_attn.data import cache, loader
     from sima_attn.data.loader import BrokenImages
     from sima_attn.data.settings import Data
+    from sima_attn.data.sources import open_data
 
     (tmp_path / "train/a").mkdir(parents=True)
     Image.new("RGB", (2000, 20)).save(tmp_path / "train/a/0.png")
@@ -319,9 +320,10 @@ def pipe(tmp_path):
 
 
 def test_a_pipe_among_images_is_named_and_left_out(pipe, monkeypatch):
-    from sima_attn.data import loader, open_data
+    from sima_attn.data import loader
     from sima_attn.data.loader import BrokenImages, evaluation_batches
     from sima_attn.data.settings import Data
+    from sima_attn.data.sources import open_data
 
     said = []
     assert [path.name for path, _ in images.open_photos(images.images_in(pipe.parent), say=said.append)] == ["a.png"]
@@ -336,7 +338,7 @@ def test_a_pipe_among_images_is_named_and_left_out(pipe, monkeypatch):
 
 @pytest.mark.parametrize("ending", ["tar", "parquet"])
 def test_a_shard_that_is_no_regular_file_is_named(tmp_path, ending):
-    from sima_attn.data import open_data
+    from sima_attn.data.sources import open_data
 
     (tmp_path / f"train-0.{ending}").mkdir()
     with pytest.raises(ValueError, match=rf"train-0\.{ending}: not a regular file; remove or rename it"):

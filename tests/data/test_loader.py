@@ -14,7 +14,6 @@ from PIL import Image
 from torch import distributed
 
 from sima_attn._settings import to_dict
-from sima_attn.data import open_data
 from sima_attn.data.cache import Cache, normalise
 from sima_attn.data.loader import (
     BrokenImages,
@@ -26,6 +25,7 @@ from sima_attn.data.loader import (
     training_transform,
 )
 from sima_attn.data.settings import Augment
+from sima_attn.data.sources import open_data
 from sima_attn.models.loading import load_model
 from sima_attn.train.evaluate import evaluate
 from sima_attn.train.logs import read_log

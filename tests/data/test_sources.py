@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from formats import encoded, write_members, write_parquet, write_table, write_tar
 
-from sima_attn.data import open_data
-from sima_attn.data.sources import check_same_classes, class_words
+from sima_attn.data.sources import check_same_classes, class_words, open_data
 from small_runs import picture
 
 

@@ -16,9 +16,10 @@ from typer.testing import CliRunner
 from sima_attn import assert_exp_free, cli
 from sima_attn._settings import to_dict
 from sima_attn.cli.classify import top_classes
-from sima_attn.data import loader, open_data
+from sima_attn.data import loader
 from sima_attn.data.loader import evaluation_transform
 from sima_attn.data.settings import Augment, Data
+from sima_attn.data.sources import open_data
 from sima_attn.models import pretrained
 from sima_attn.models.building import build_model
 from sima_attn.models.loading import load_model
@@ -120,7 +121,7 @@ def test_a_run_is_shipped_and_loaded_as_pretrained(run, weights):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"attention": "softmax"}, "attention='sima', got 'softmax'; .* pretrained=False"),
+        ({"attention": "softmax"}, "attention='sima', got 'softmax': .* pretrained=False"),
         ({"class_attention": "softmax"}, "class_attention='sima', got 'softmax'"),
         ({"attention_options": {"norm": "l2"}}, "norm='l1', got 'l2'"),
         ({"relu": False}, "activation='relu', got 'gelu'"),

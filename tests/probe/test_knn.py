@@ -18,8 +18,8 @@ from full_disk import no_file_above
 from sima_attn import cli
 from sima_attn._files import DiskFullError
 from sima_attn._settings import with_overrides
-from sima_attn.data import open_data
 from sima_attn.data.settings import Data
+from sima_attn.data.sources import open_data
 from sima_attn.dino.recipes import named_dino_recipe
 from sima_attn.dino.task import train_dino
 from sima_attn.models.weight_files import read_weights

@@ -287,8 +287,8 @@ def test_a_stopped_grid_says_how_to_go_on(tmp_path, monkeypatch):
     def stop(*arguments, **options):
         raise RunInterrupted(143)
 
-    monkeypatch.setattr("sima_attn.train.classify.train_classifier", stop)
+    monkeypatch.setattr("sima_attn.reproduce.miniature.train_classifier", stop)
     options = ["--data", str(data), "--out", str(tmp_path / "grid"), "--only", "sima", "--device", "cpu"]
     stopped = CliRunner().invoke(cli.app, ["reproduce", "miniature", *options])
     assert stopped.exit_code == 143
-    assert stopped.stdout.splitlines()[-1] == "Start the same command again to resume the grid."
+    assert stopped.stdout.splitlines()[-1] == "Run the same command again to resume the grid."

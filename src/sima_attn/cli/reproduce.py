@@ -69,7 +69,7 @@ def run_grid(
     Args:
         report: Module with `tables` and `plot` for the grid's rows.
     """
-    from sima_attn.data import open_data
+    from sima_attn.data.sources import open_data
     from sima_attn.report.figures import check_can_plot
 
     check_can_plot()

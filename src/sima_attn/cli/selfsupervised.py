@@ -12,7 +12,7 @@ from sima_attn.cli.train import CompileOption, CudaGraphOption, check_installed,
 if TYPE_CHECKING:
     from torch import nn
 
-    from sima_attn.data import Source
+    from sima_attn.data.sources import Source
     from sima_attn.probe.features import Backbone, Features
 
 app = typer.Typer()
@@ -245,8 +245,7 @@ class FeatureExtractor:
 
     def __call__(self, model: "nn.Module", split: str) -> "tuple[Source, Features]":
         """A split and its features."""
-        from sima_attn.data import open_data
-        from sima_attn.data.sources import check_same_classes
+        from sima_attn.data.sources import check_same_classes, open_data
         from sima_attn.probe.features import extract, with_workers
 
         source = open_data(self.path, split)

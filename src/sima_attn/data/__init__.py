@@ -5,7 +5,3 @@ loader   batches decoded by worker processes      cache    batches from a data s
 augment  random augmentation of whole batches     crops    DINO's multi-crop
 workers  the decoding processes                   settings recipe settings
 """
-
-from sima_attn.data.sources import Source, open_data
-
-__all__ = ["Source", "open_data"]

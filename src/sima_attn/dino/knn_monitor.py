@@ -12,10 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sima_attn.data import Source, open_data
 from sima_attn.data.cache import Cache, Decoded, decode_once, normalise
 from sima_attn.data.loader import Batch, BrokenImages, Share, evaluation_batches
-from sima_attn.data.sources import check_same_classes
+from sima_attn.data.sources import Source, check_same_classes, open_data
 from sima_attn.dino.recipes import DinoRecipe
 from sima_attn.probe.features import Subset
 from sima_attn.probe.knn import knn_accuracy

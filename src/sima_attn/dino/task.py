@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from sima_attn._settings import to_dict
-from sima_attn.data import open_data
 from sima_attn.data.cache import Decoded, decode_once, normalise
 from sima_attn.data.crops import CropBatch, CropImage, split_views
 from sima_attn.data.loader import (
@@ -34,6 +33,7 @@ from sima_attn.data.loader import (
     seed_everything,
     steps_per_epoch,
 )
+from sima_attn.data.sources import open_data
 from sima_attn.dino.knn_monitor import KnnProbe
 from sima_attn.dino.recipes import DinoRecipe, Distill
 from sima_attn.models.building import build_model, set_token_refs

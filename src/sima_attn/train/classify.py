@@ -16,7 +16,6 @@ from timm.data import Mixup
 from torch import Tensor, nn
 
 from sima_attn._settings import to_dict
-from sima_attn.data import open_data
 from sima_attn.data.augment import augment_batch, erase
 from sima_attn.data.cache import Cache, normalise
 from sima_attn.data.loader import (
@@ -28,7 +27,7 @@ from sima_attn.data.loader import (
     steps_per_epoch,
     training_batches,
 )
-from sima_attn.data.sources import check_same_classes
+from sima_attn.data.sources import check_same_classes, open_data
 from sima_attn.models.building import build_model
 from sima_attn.report.progress import RunProgress
 from sima_attn.train.engine import RunSummary, Task

@@ -17,10 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sima_attn._files import atomic_write
-from sima_attn.data import Source, open_data
 from sima_attn.data.loader import Batch, BrokenImages, evaluation_batches
 from sima_attn.data.settings import Data
-from sima_attn.data.sources import few_of
+from sima_attn.data.sources import Source, few_of, open_data
 from sima_attn.models.loading import LoadedModel
 from sima_attn.nn.token_ref import trained_at
 from sima_attn.report.rows import today
