@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sima_attn.train.recipes import Recipe
 
 app = typer.Typer()
-BAR = 30  # characters of a bar that stands for certainty
+BAR = 30  # characters of the bar for a probability of 1
 RESEARCH = "Trained on images from ImageNet: for non-commercial research and education only."
 
 
@@ -28,12 +28,12 @@ def classify_command(
     photos: Annotated[list[str], typer.Argument(metavar="PHOTO...", help="Photos, folders of them, or patterns.")],
     model: Annotated[
         str | None,
-        typer.Option(help="A model with weights, a run's folder, a checkpoint; without it the package's own."),
+        typer.Option(help="A model with weights, a run's folder, a checkpoint. Default: the model in the package."),
     ] = None,
-    top: Annotated[int, typer.Option(help="Classes to show of each.", min=1)] = 5,
+    top: Annotated[int, typer.Option(help="Number of classes to show.", min=1)] = 5,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "cpu",
 ) -> None:
-    """What is in a photo: the most likely classes. A photo that cannot be read is named and left out."""
+    """Classify photos: the most likely classes of each. Photos that cannot be read are reported and skipped."""
     device = resolve_device(device)
     files = find_photos(photos)
     from sima_attn.models.loading import load_model
@@ -61,7 +61,7 @@ def top_classes(loaded: LoadedModel, photo: Image, count: int) -> list[tuple[str
 
 
 def print_classes(title: str, classes: list[tuple[str, float]]) -> None:
-    """A photo's classes with bars."""
+    """Print the classes of a photo with bars."""
     console.print(f"[bold]{escape(title)}[/bold]", highlight=False)
     width = max(len(name) for name, _ in classes)
     for name, likely in classes:
@@ -75,9 +75,9 @@ def ship_command(
     name: Annotated[
         str | None, typer.Argument(help="Model to be pretrained with it.", show_default="the run's model")
     ] = None,
-    data: Annotated[str | None, typer.Option(help="Folder of the images; without it the run's.")] = None,
+    data: Annotated[str | None, typer.Option(help="Folder of the images. Default: the run's.")] = None,
     ema: Annotated[
-        bool | None, typer.Option("--ema/--no-ema", help="The average weights; without it where the run kept them.")
+        bool | None, typer.Option("--ema/--no-ema", help="The average weights. Default: if the run kept them.")
     ] = None,
     terms: Annotated[str, typer.Option(help="What the weights may be used for.")] = RESEARCH,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "cpu",
@@ -106,7 +106,7 @@ def ship_command(
     where = Path(data or recipe.data.path)
     with Console(stderr=True).status("evaluating"):
         result = evaluate(loaded, data or recipe.data.path, device=device, say=teller())
-    settings["data"]["path"] = where.name  # where it lay on this machine is nobody's business
+    settings["data"]["path"] = where.name  # not the path on this machine
     card = Card(
         classes=loaded.classes or [],
         words=class_words(where),

@@ -18,17 +18,17 @@ Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 
 
 def check_ready() -> None:
-    """Raise unless what detection needs is installed."""
+    """Raise unless pycocotools is installed."""
     if find_spec("pycocotools") is None:
-        raise ValueError("this needs pycocotools, not installed here: pip install 'sima-attn[detection]'")
+        raise ValueError("detection needs pycocotools, which is not installed: pip install 'sima-attn[detection]'")
 
 
 @app.command("train")
 def train_command(
     recipe: Annotated[
-        str | None, typer.Option(help="coco, the paper's, or coco_mini; without it coco_mini.", show_default=False)
+        str | None, typer.Option(help="coco (the paper's) or coco_mini. Default: coco_mini.", show_default=False)
     ] = None,
-    data: Annotated[str | None, typer.Option(help="Folder in COCO's format; without it the recipe's.")] = None,
+    data: Annotated[str | None, typer.Option(help="Folder in COCO's format. Default: the recipe's.")] = None,
     backbone: Annotated[
         str | None, typer.Option(help="A classifier's weights to start from: a run's folder or a file.")
     ] = None,
@@ -37,11 +37,11 @@ def train_command(
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="A setting of the recipe, e.g. model.kwargs.token_ref=train."),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in the folder.")] = False,
     device: Device = "auto",
-    precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; without it the recipe's.")] = None,
+    precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16. Default: the recipe's.")] = None,
 ) -> None:
-    """Train a detector by a recipe. Under torchrun, on all its processes; after a crash, add --resume."""
+    """Train a detector with a recipe. Runs on all processes of torchrun; after an interruption, add --resume."""
     check_installed()
     check_ready()
     from sima_attn.detect.recipes import DetectRecipe, named_recipe
@@ -57,7 +57,7 @@ def train_command(
         overrides=overrides,
         options={"data.path": data, "model.weights": backbone, "run.precision": precision},
     )
-    from sima_attn.detect.task import train_detector  # heavy: after a wrong setting was told
+    from sima_attn.detect.task import train_detector  # slow to import: after the settings are checked
 
     finished = train_detector(chosen, folder, resume=resume, device=device)
     say_finished(finished, folder, "(weights.safetensors, eval.csv)", ".1f")
@@ -66,13 +66,13 @@ def train_command(
 @app.command("eval")
 def eval_command(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, a checkpoint, or weights.")],
-    data: Annotated[str | None, typer.Option(help="Folder in COCO's format; without it the run's.")] = None,
+    data: Annotated[str | None, typer.Option(help="Folder in COCO's format. Default: the run's.")] = None,
     split: Annotated[str, typer.Option(help="train or val, or what the folder has.")] = "val",
     out: Annotated[
         Path | None, typer.Option(help="Folder for results.json (COCO's result format) and categories.csv.")
     ] = None,
-    batch: Annotated[int, typer.Option(help="Images at a time.", min=1)] = 2,
-    workers: Annotated[int, typer.Option(help="Processes that decode.", min=0)] = 4,
+    batch: Annotated[int, typer.Option(help="Batch size.", min=1)] = 2,
+    workers: Annotated[int, typer.Option(help="Worker processes that decode images.", min=0)] = 4,
     device: Device = "auto",
 ) -> None:
     """AP of boxes and masks as a row of the paper's Table 4, by size, and by category."""
@@ -112,7 +112,7 @@ def predict_command(
     photo: Annotated[str, typer.Argument(metavar="PHOTO|DIR|GLOB", help="A photo, a folder, or a glob in quotes.")],
     weights: Annotated[str, typer.Option(help="A run's folder, a checkpoint, or weights.")],
     out: Annotated[Path, typer.Option(help="Folder for the pictures and detections.json.")] = Path("runs/predict"),
-    threshold: Annotated[float, typer.Option(help="Least score that is shown.", min=0.0, max=1.0)] = 0.5,
+    threshold: Annotated[float, typer.Option(help="Minimum score to draw.", min=0.0, max=1.0)] = 0.5,
     device: Device = "auto",
 ) -> None:
     """Draw boxes, masks, class names and scores on photos."""
@@ -142,7 +142,7 @@ def predict_command(
 
 @app.command("recipes")
 def recipes_command() -> None:
-    """The recipes that `sima detect train` knows."""
+    """List the recipes of `sima detect train`."""
     from sima_attn.detect.recipes import RECIPES
 
     for name, make in RECIPES.items():

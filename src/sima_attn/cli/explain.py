@@ -16,15 +16,17 @@ if TYPE_CHECKING:
     from sima_attn.explain import PhotoModel
 
 app = typer.Typer()
-group = typer.Typer(help="Look inside: one token's effect, numbers of the attention, a deletion test.")
+group = typer.Typer(help="Look inside a model: effect of one token, attention statistics, deletion test.")
 
 Photos = Annotated[list[Path], typer.Argument(metavar="PHOTO...", help="Image files, or folders of them.")]
 ModelOption = Annotated[
     str | None,
-    typer.Option(help="A timm model name, NAME=WEIGHTS, a run's folder or a checkpoint; without it the shipped model."),
+    typer.Option(
+        help="A timm model name, NAME=WEIGHTS, a run's folder or a checkpoint. Default: the model in the package."
+    ),
 ]
 Compare = Annotated[
-    list[str] | None, typer.Option(help="Another model beside it, such as the softmax twin; repeat for several.")
+    list[str] | None, typer.Option(help="Another model to compare with, such as the softmax twin; repeat for several.")
 ]
 SizeOption = Annotated[
     int | None,
@@ -48,12 +50,12 @@ def heatmap_command(
     of: PartsOption = None,
     out: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path("runs/heatmaps"),
     size: SizeOption = None,
-    opacity: Annotated[float, typer.Option(help="Of the map over the photo.", min=0.0, max=1.0)] = 0.55,
+    opacity: Annotated[float, typer.Option(help="Opacity of the map over the photo.", min=0.0, max=1.0)] = 0.55,
     cell: Annotated[int, typer.Option(help="Side in pixels of a picture in the sheets.", min=80)] = 240,
     raw: Annotated[bool, typer.Option("--raw", help="Write the token scores too (.npz).")] = False,
     device: DeviceOption = "auto",
 ) -> None:
-    """Draw where a model looks: the size of its queries and keys over the photo."""
+    """Draw heat maps: the norms of the queries and keys over the photo."""
     layers = _layers(layer)
     loaded = _load([model, *(compare or [])], device)
     from sima_attn.explain.gallery import Gallery
@@ -86,7 +88,7 @@ def effect_command(
     cell: Annotated[int, typer.Option(help="Side in pixels of a picture.", min=80)] = 420,
     device: DeviceOption = "auto",
 ) -> None:
-    """Draw what one patch takes from all others: red adds, blue takes away."""
+    """Draw the contribution of every patch to one patch: red is positive, blue is negative."""
     place = _patch(patch)
     loaded = _load([model, *(compare or [])], device)
     from sima_attn.explain.gallery import write_effect
@@ -104,7 +106,7 @@ def statistics_command(
     size: SizeOption = None,
     device: DeviceOption = "auto",
 ) -> None:
-    """Count, layer by layer, the negative entries of the attention and the largest channel's share."""
+    """Per layer, the share of negative attention entries and of the largest channel."""
     from sima_attn.report.figures import check_can_plot
 
     check_can_plot()
@@ -121,7 +123,7 @@ def statistics_command(
     with progress_bar() as progress:
         task = progress.add_task("reading", total=len(files) * len(loaded))
         for one in loaded:
-            say = (lambda line: None) if rows else teller(progress.console)  # what is broken is told once
+            say = (lambda line: None) if rows else teller(progress.console)  # report broken photos once
             readings = read_photos(one, files, size, say=say, on_photo=lambda path: progress.advance(task))
             rows += attention_statistics(readings, unique_name(one.name, names))
     write_rows(out / "statistics.csv", rows)
@@ -143,11 +145,11 @@ def deletion_command(
     of: PartsOption = None,
     layer: LayersOption = "-1",
     steps: Annotated[int, typer.Option(help="From no patch hidden to all.", min=1)] = 10,
-    batch: Annotated[int, typer.Option(help="Images at a time.", min=1)] = 32,
+    batch: Annotated[int, typer.Option(help="Batch size.", min=1)] = 32,
     out: Annotated[Path, typer.Option(help="Folder for the rows and the curve.")] = Path("runs/deletion"),
     device: DeviceOption = "auto",
 ) -> None:
-    """Test the map: hide the patches it marks, random ones and the others, and watch the right class."""
+    """Deletion test: hide the highest, lowest or random patches and measure the right class."""
     from sima_attn.report.figures import check_can_plot
 
     check_can_plot()
@@ -190,7 +192,7 @@ def deletion_command(
 
 
 def _load(models: list[str | None], device: str) -> list["PhotoModel"]:
-    """The models by what the user calls them; one without weights is said to be so."""
+    """Load the models by name, run or file; warns about a model without trained weights."""
     missing = [name for name in ("PIL",) if find_spec(name) is None]
     if missing:
         raise ValueError("pictures need Pillow, which is not installed: pip install 'sima-attn[train]'")

@@ -24,18 +24,18 @@ def export_command(
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="The .onnx file to write.")],
     size: Annotated[
-        int | None, typer.Option(help="Image side in pixels; without it the model's own.", min=1, show_default=False)
+        int | None, typer.Option(help="Image side in pixels. Default: the model's own.", min=1, show_default=False)
     ] = None,
     checkpoint: Annotated[
         Path | None, typer.Option(help="Weights for a model name: .pth, .pt or .safetensors.", show_default=False)
     ] = None,
     pretrained: Annotated[bool, typer.Option("--pretrained", help="The weights that come with a model name.")] = False,
-    dynamic: Annotated[str, typer.Option(help="What to leave open: batch, size, or batch,size.")] = "",
+    dynamic: Annotated[str, typer.Option(help="Dynamic axes: batch, size, or batch,size.")] = "",
     preprocess: Annotated[
         bool, typer.Option("--preprocess", help="Resize, crop and normalise inside the graph: the input is a photo.")
     ] = False,
-    labels: Annotated[Path | None, typer.Option(help="Names of the classes, one a line.", show_default=False)] = None,
-    order: Annotated[str, typer.Option(help="auto, kv or qk; auto takes the cheaper one at this size.")] = "auto",
+    labels: Annotated[Path | None, typer.Option(help="Names of the classes, one per line.", show_default=False)] = None,
+    order: Annotated[str, typer.Option(help="auto, kv or qk; auto is the cheaper one at this size.")] = "auto",
     images: Annotated[
         Path | None, typer.Option(help="Folder of images to compare on, besides random ones.", show_default=False)
     ] = None,
@@ -94,9 +94,9 @@ def quantize_command(
         typer.Option(help="CSV file for the report; rows of other models in it are kept.", show_default=False),
     ] = None,
 ) -> None:
-    """Write int8 forms of ONNX files, and compare size and accuracy; several models stand side by side."""
+    """Quantize ONNX files to int8 and compare size and accuracy with float32."""
     if out is not None and len(models) > 1:
-        raise ValueError(f"--out names one file, and there are {len(models)}: leave it away for NAME.int8.onnx each")
+        raise ValueError(f"--out names one file, and there are {len(models)}: omit it to write NAME.int8.onnx for each")
     from sima_attn.export.onnx import check_installed
     from sima_attn.export.quantize import FileRow, metadata_of, open_images, quantize_onnx, quantize_table
     from sima_attn.report.rows import read_rows, write_rows
@@ -104,7 +104,7 @@ def quantize_command(
     check_installed()
     for name in models:
         if not Path(name).is_dir():
-            metadata_of(name)  # a wrong one is told before the work on the others
+            metadata_of(name)  # raises for a wrong file before the others are quantized
     kept = read_rows(rows, FileRow) if rows is not None and rows.exists() else []
     found: list[FileRow] = []
     with progress_bar() as progress:
@@ -125,7 +125,7 @@ def quantize_command(
                 reduce_range=reduce_range,
                 on_image=lambda task=task: progress.advance(task),  # type: ignore[misc]
             )
-            if rows is not None:  # after each: a later model that fails takes nothing with it
+            if rows is not None:  # after each model, so that a later failure loses nothing
                 new = {row.model for row in found}
                 write_rows(rows, [*(row for row in kept if row.model not in new), *found])
     print_table(quantize_table(found), title=f"int8 against float32, ranges from {found[-1].calibration_images} images")
@@ -134,7 +134,7 @@ def quantize_command(
 
 
 def _exported_run(folder: Path) -> Path:
-    """The model of a run as RUN/model.onnx, its batch open: images are then compared many at once."""
+    """Export the model of a run to RUN/model.onnx with a dynamic batch, so that images are compared in batches."""
     from sima_attn.export.onnx import export_onnx
     from sima_attn.models.loading import load_model
 

@@ -37,7 +37,7 @@ def models_command(
 @app.command("audit")
 def audit_command(
     model: Annotated[str, typer.Argument(metavar="NAME_OR_FILE", help="A timm model name, or an .onnx file.")],
-    size: Annotated[int | None, typer.Option(help="Image side in pixels; without it the model's own.", min=1)] = None,
+    size: Annotated[int | None, typer.Option(help="Image side in pixels. Default: the model's own.", min=1)] = None,
     by_module: Annotated[
         bool, typer.Option("--by-module", help="One line for each module that has exp-like calls.")
     ] = False,

@@ -25,15 +25,15 @@ RunOrModel = Annotated[
         help="A run's folder, a checkpoint, weights, or a model name (the package's weights, or random).",
     ),
 ]
-DataOption = Annotated[str | None, typer.Option(help="Folder of the images, or digits; without it the run's.")]
-SizeOption = Annotated[int | None, typer.Option(help="Image side in pixels; without it the training size.", min=1)]
+DataOption = Annotated[str | None, typer.Option(help="Folder of the images, or digits. Default: the run's.")]
+SizeOption = Annotated[int | None, typer.Option(help="Image side in pixels. Default: the training size.", min=1)]
 BranchOption = Annotated[str, typer.Option(help="teacher, or the student of a DINO checkpoint.")]
 CacheOption = Annotated[
-    Path | None, typer.Option(help="Folder where features are kept.", show_default="RUN/features, or runs/features")
+    Path | None, typer.Option(help="Folder for the stored features.", show_default="RUN/features, or runs/features")
 ]
-DtypeOption = Annotated[str, typer.Option(help="How features are kept: float16 or float32.")]
-BatchOption = Annotated[int, typer.Option(help="Images at a time.", min=1)]
-WorkersOption = Annotated[int | None, typer.Option(help="Processes that decode.", min=0)]
+DtypeOption = Annotated[str, typer.Option(help="dtype of the stored features: float16 or float32.")]
+BatchOption = Annotated[int, typer.Option(help="Batch size.", min=1)]
+WorkersOption = Annotated[int | None, typer.Option(help="Worker processes that decode images.", min=0)]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 
 
@@ -42,23 +42,23 @@ def dino_command(
     recipe: Annotated[
         str | None,
         typer.Option(
-            help="digits, miniature, xcit_small_12, xcit_small_12_xca or vit_small; without it digits.",
+            help="digits, miniature, xcit_small_12, xcit_small_12_xca or vit_small. Default: digits.",
             show_default=False,
         ),
     ] = None,
-    data: Annotated[str | None, typer.Option(help="Folder of the images, or digits; without it the recipe's.")] = None,
+    data: Annotated[str | None, typer.Option(help="Folder of the images, or digits. Default: the recipe's.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the run.", show_default="runs/dino-RECIPE")] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="A setting of the recipe, e.g. model.attention=xca."),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in the folder.")] = False,
     device: DeviceOption = "auto",
-    precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; without it the recipe's.")] = None,
+    precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16. Default: the recipe's.")] = None,
     compile_: CompileOption = False,
     cuda_graph: CudaGraphOption = False,
 ) -> None:
-    """Learn features without labels (DINO). Under torchrun, on all its processes; after a crash, add --resume."""
+    """Learn features without labels (DINO). Runs on all processes of torchrun; after an interruption, add --resume."""
     check_installed()
     from sima_attn.dino.recipes import DinoRecipe, named_dino_recipe
 
@@ -74,7 +74,7 @@ def dino_command(
         overrides=overrides,
         options=options,
     )
-    from sima_attn.dino.task import train_dino  # heavy: after a wrong setting was told
+    from sima_attn.dino.task import train_dino  # slow to import: after the settings are checked
 
     finished = train_dino(chosen, folder, resume=resume, device=device)
     say_finished(finished, folder, f"(weights.safetensors: the teacher). Next: sima knn {folder}, sima linear {folder}")
@@ -87,7 +87,7 @@ def knn_command(
     k: Annotated[
         list[int] | None, typer.Option("-k", help="Neighbours; repeat for several.", show_default="10, 20, 100, 200")
     ] = None,
-    temperature: Annotated[float, typer.Option(help="T of the weights exp(cosine / T).")] = 0.07,
+    temperature: Annotated[float, typer.Option(help="Temperature T of the weights exp(cosine / T).")] = 0.07,
     size: SizeOption = None,
     branch: BranchOption = "teacher",
     picture: Annotated[Path | None, typer.Option(help="PNG of the nearest neighbours of six val images.")] = None,
@@ -100,7 +100,7 @@ def knn_command(
     workers: WorkersOption = None,
     device: DeviceOption = "auto",
 ) -> None:
-    """k-NN accuracy of frozen features: the val images among the training images."""
+    """k-NN accuracy of frozen features: val images classified by their nearest training images."""
     from sima_attn._errors import unknown_name
     from sima_attn._settings import PositiveFloat, check_value
     from sima_attn.data.sources import class_words
@@ -155,20 +155,22 @@ def linear_command(
     model: RunOrModel = DEFAULT_RUN,
     data: DataOption = None,
     features: Annotated[
-        str, typer.Option(help="layers: of the last layers, as in the paper; output: what the model gives.")
+        str, typer.Option(help="layers: tokens of the last layers, as in the paper; output: the output of the model.")
     ] = "layers",
-    layers: Annotated[int | None, typer.Option(help="Layers to take.", show_default="2 in XCiT, 4 elsewhere")] = None,
+    layers: Annotated[int | None, typer.Option(help="Number of layers.", show_default="2 in XCiT, 4 elsewhere")] = None,
     norm: Annotated[bool, typer.Option(help="Pass the tokens through the model's last norm.")] = True,
-    epochs: Annotated[int | None, typer.Option(help="Without it the run's; 100 in the paper.", min=1)] = None,
-    lr: Annotated[float | None, typer.Option(help="Without it the run's; 0.001 in the paper.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Default: the run's; 100 in the paper.", min=1)] = None,
+    lr: Annotated[float | None, typer.Option(help="Default: the run's; 0.001 in the paper.")] = None,
     head_batch: Annotated[
         int | None,
-        typer.Option("--head-batch", help="Batch of the classifier. Without it the run's; 1024 in the paper.", min=1),
+        typer.Option(
+            "--head-batch", help="Batch size of the classifier. Default: the run's; 1024 in the paper.", min=1
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the classifier's start and order.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the classifier's initial weights and order.", min=0)] = 0,
     size: SizeOption = None,
     branch: BranchOption = "teacher",
-    out: Annotated[Path | None, typer.Option(help="CSV file for a row every ten epochs.")] = None,
+    out: Annotated[Path | None, typer.Option(help="CSV file with one row every ten epochs.")] = None,
     cache: CacheOption = None,
     dtype: DtypeOption = "float16",
     batch: BatchOption = 256,
@@ -189,7 +191,7 @@ def linear_command(
     if lr is not None:
         check_value(lr, PositiveFloat, "--lr")
     if features == "output" and (layers is not None or not norm):
-        raise ValueError("--layers and --no-norm are of --features layers; the output is what the model gives")
+        raise ValueError("--layers and --no-norm apply to --features layers only")
     device = resolve_device(device)
     backbone = load_backbone(model, branch=branch)
     reader: nn.Module = LayerFeatures(backbone.model, layers, norm) if features == "layers" else backbone.model
@@ -231,9 +233,9 @@ class FeatureExtractor:
 
         self.path = data if data is not None else backbone.data.path
         if not self.path:
-            raise ValueError(f"{model} is a registered model: say with --data which images to take")
+            raise ValueError(f"{model} is a registered model: give the images with --data")
         if not backbone.trained:
-            teller()(f"{model} comes without weights: these are the features of random ones")
+            teller()(f"{model} has no trained weights: these are the features of random ones")
         self.workers = workers
         changes: dict[str, Any] = {"size": size, "workers": workers}
         self.data = replace(backbone.data, **{name: value for name, value in changes.items() if value is not None})

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sima_attn.train.engine import RunSummary
 
 app = typer.Typer()
-MOST_SHOWN = 12  # classes whose confusions fit on a screen
+MOST_SHOWN = 12  # a confusion matrix of more classes does not fit a screen
 CompileOption = Annotated[bool, typer.Option("--compile", help="Compile the model with torch.compile.")]
 CudaGraphOption = Annotated[
     bool, typer.Option("--cuda-graph", help="Record a step once and replay it: for small models, on one GPU.")
@@ -25,7 +25,7 @@ CudaGraphOption = Annotated[
 
 
 def check_installed() -> None:
-    """Raise unless what training needs is installed; all else that it uses comes with timm."""
+    """Raise unless lightning is installed; everything else that training needs comes with timm."""
     if find_spec("lightning") is None:
         raise ValueError("training needs lightning, which is not installed: pip install 'sima-attn[train]'")
 
@@ -48,7 +48,7 @@ def resolved(
     from sima_attn._settings import with_overrides
     from sima_attn.train.run import RunFolder
 
-    # Going on needs no recipe named: the folder knows it. One that is named is compared.
+    # Resuming needs no recipe: it is in the folder. One that is given is compared with it.
     base = RunFolder(folder).read_recipe(kind) if resume and recipe is None else named(recipe or default)
     said = {name: value for name, value in options.items() if value is not None and value is not False}
     given = [f"{name}={'true' if value is True else value}" for name, value in said.items()]
@@ -56,7 +56,7 @@ def resolved(
 
 
 def say_finished(finished: "RunSummary", folder: Path, what: str, form: str = ".4g") -> None:
-    """What a run came to; torchrun's other processes have nothing to add."""
+    """Print the summary of a run, in the first process of torchrun only."""
     if os.environ.get("RANK", "0") != "0":
         return
     numbers = ", ".join(f"{name} {value:{form}}" for name, value in finished.metrics.items()) or "done"
@@ -67,21 +67,21 @@ def say_finished(finished: "RunSummary", folder: Path, what: str, form: str = ".
 @app.command("train")
 def train_command(
     recipe: Annotated[
-        str | None, typer.Option(help="Name of a recipe, see `sima recipes`; without it digits.", show_default=False)
+        str | None, typer.Option(help="Name of a recipe, see `sima recipes`. Default: digits.", show_default=False)
     ] = None,
-    data: Annotated[str | None, typer.Option(help="Folder of the images, or digits; without it the recipe's.")] = None,
+    data: Annotated[str | None, typer.Option(help="Folder of the images, or digits. Default: the recipe's.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the run.", show_default="runs/RECIPE")] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="A setting of the recipe, e.g. model.attention=softmax."),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in the folder.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; without it the recipe's.")] = None,
+    precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16. Default: the recipe's.")] = None,
     compile_: CompileOption = False,
     cuda_graph: CudaGraphOption = False,
 ) -> None:
-    """Train a model by a recipe. Under torchrun, on all its processes; after a crash, add --resume."""
+    """Train a model with a recipe. Runs on all processes of torchrun; after an interruption, add --resume."""
     check_installed()
     from sima_attn.train.recipes import Recipe, named_recipe
 
@@ -97,7 +97,7 @@ def train_command(
         overrides=overrides,
         options=options,
     )
-    from sima_attn.train.classify import train_classifier  # heavy: after a wrong setting was told
+    from sima_attn.train.classify import train_classifier  # slow to import: after the settings are checked
 
     finished = train_classifier(chosen, folder, resume=resume, device=device)
     say_finished(finished, folder, "(weights.safetensors, eval.csv, learning_curve.png)")
@@ -108,28 +108,28 @@ def eval_command(
     model: Annotated[
         str, typer.Argument(metavar="RUN_OR_MODEL", help="A run's folder, a checkpoint, weights, or a model name.")
     ],
-    data: Annotated[str | None, typer.Option(help="Folder of the images, or digits; without it the run's.")] = None,
+    data: Annotated[str | None, typer.Option(help="Folder of the images, or digits. Default: the run's.")] = None,
     size: Annotated[
         list[int] | None,
-        typer.Option(help="Image side in pixels; repeat for several. Without it the training size.", min=1),
+        typer.Option(help="Image side in pixels; repeat for several. Default: the training size.", min=1),
     ] = None,
     token_ref: Annotated[
         bool | None,
-        typer.Option("--token-ref/--no-token-ref", help="Make up for other sizes; without it both, where they differ."),
+        typer.Option(
+            "--token-ref/--no-token-ref", help="Compensate for another number of tokens. Default: both, if they differ."
+        ),
     ] = None,
-    ema: Annotated[bool, typer.Option("--ema", help="The average weights of a checkpoint.")] = False,
+    ema: Annotated[bool, typer.Option("--ema", help="Evaluate the average weights of a checkpoint.")] = False,
     out: Annotated[
-        Path | None, typer.Option(help="CSV file for the classes, of the last line printed.", dir_okay=False)
+        Path | None, typer.Option(help="CSV file with one row per class, for the last size.", dir_okay=False)
     ] = None,
     confusion: Annotated[
         Path | None,
-        typer.Option(help="CSV file for what each class was taken for, of the last line printed.", dir_okay=False),
+        typer.Option(help="CSV file with the confusion matrix, for the last size.", dir_okay=False),
     ] = None,
-    rows: Annotated[
-        Path | None, typer.Option(help="CSV file with a row for each line printed.", dir_okay=False)
-    ] = None,
-    batch: Annotated[int, typer.Option(help="Images at a time.", min=1)] = 256,
-    workers: Annotated[int | None, typer.Option(help="Processes that decode.", min=0)] = None,
+    rows: Annotated[Path | None, typer.Option(help="CSV file with one row per size.", dir_okay=False)] = None,
+    batch: Annotated[int, typer.Option(help="Batch size.", min=1)] = 256,
+    workers: Annotated[int | None, typer.Option(help="Worker processes that decode images.", min=0)] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
 ) -> None:
     """Top-1 and top-5 of a model on the val images, at any size, with and without token_ref."""
@@ -143,7 +143,7 @@ def eval_command(
     loaded = load_model(model, branch="ema" if ema else None)
     trained = Data.of_model(loaded)
     if data is None and not trained.path:
-        raise ValueError(f"{model} is a registered model: say with --data which images to evaluate it on")
+        raise ValueError(f"{model} is a registered model: give the images to evaluate it on with --data")
     has_sima = any(hasattr(module, "token_ref") for module in loaded.model.modules())
     say = teller()
     results = []
@@ -160,7 +160,7 @@ def eval_command(
     table = TextTable(["px", "token_ref", "top-1", "top-5", "loss", "images"], lines, set())
     print_table(table, title=escape(model))
     if not loaded.trained:
-        say(f"{model} comes without weights: this is chance")
+        say(f"{model} has no trained weights: this is the accuracy of random ones")
     last = results[-1]
     if len(last.rows) <= MOST_SHOWN:
         names = [escape(row.name) for row in last.rows]
@@ -169,9 +169,9 @@ def eval_command(
             TextTable(["true", *names], counts, set()), title="images of each class by what they were taken for"
         )
     for name, other, count in last.most_confused():
-        say(f"  {name} taken for {other}: {count}")
+        say(f"  {name} classified as {other}: {count}")
     if last.broken:
-        say(f"{last.broken} broken images were left out")
+        say(f"{last.broken} broken images were skipped")
     if out is not None:
         write_rows(out, last.rows)
         say(f"Classes: {out}")
@@ -185,7 +185,7 @@ def eval_command(
 
 @app.command("recipes")
 def recipes_command() -> None:
-    """The recipes that `sima train` and `sima dino` know."""
+    """List the recipes of `sima train` and `sima dino`."""
     from sima_attn.dino.recipes import DINO_RECIPES
     from sima_attn.train.recipes import RECIPES
 

@@ -1,6 +1,6 @@
 """A drop-in for torch.nn.MultiheadAttention: its parameters, its call, SimA inside.
 
-Shapes: B batch, H heads, N query tokens, M key tokens, D channels a head, C = H * D.
+Shapes: B batch, H heads, N query tokens, M key tokens, D channels per head, C = H * D.
 """
 
 from typing import Any

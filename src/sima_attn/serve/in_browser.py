@@ -42,7 +42,7 @@ class BrowserModel:
 class InBrowser:
     """The files that the page asks for, checked before the server starts.
 
-    What the caller names must be right; what he leaves away may be missing, and the page then says how to get it.
+    A path that is given must exist. Omitted paths are optional; without them the page says how to get the files.
     """
 
     def __init__(self, onnx: Path | None = None, runtime: Path | None = None) -> None:
@@ -69,9 +69,9 @@ class InBrowser:
 
 
 def browser_model(path: Path) -> BrowserModel:
-    """What a file of `sima export` or `sima quantize` says of itself; it is loaded once, to be sure that it runs.
+    """The metadata of a file of `sima export` or `sima quantize`; the file is loaded once to check that it runs.
 
-    Anybody may have written the file, so what it says is compared with what it is.
+    Anyone may have written the file, so its metadata are compared with its graph.
     """
     session = open_model(path)
     metadata = session.metadata
