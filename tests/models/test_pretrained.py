@@ -223,7 +223,7 @@ def test_eval_says_so_where_a_model_has_no_weights(weights, tmp_path):
         (tmp_path / "val" / f"{k:03}").mkdir(parents=True)
         noise(k, size=(8, 8)).save(tmp_path / "val" / f"{k:03}" / "0.png")
     output = sima("eval", "sima_vit_mini_patch4_64_1head", "--data", tmp_path, "--size", 8, "--no-token-ref")
-    assert "sima_vit_mini_patch4_64_1head comes without weights: this is chance" in output
+    assert "sima_vit_mini_patch4_64_1head has no trained weights: this is the accuracy of random ones" in output
 
 
 @pytest.mark.parametrize("name", ["img [copy].png", "a[/b].png"])

@@ -144,13 +144,13 @@ def test_a_low_temperature_does_not_overflow():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"k": [20, 102]}, "k must lie between 1 and the 101 images of the bank, got 102"),
-        ({"k": [0]}, "k must lie between 1 and the 101 images"),
+        ({"k": [20, 102]}, "k must be between 1 and the 101 images of the bank, got 102"),
+        ({"k": [0]}, "k must be between 1 and the 101 images"),
         ({"k": []}, "at least one k"),
         ({"temperature": 0.0}, "temperature must be above 0"),
         ({"temperature": math.nan}, "temperature must be above 0, got nan"),
         ({"labels": None}, "the query images have no labels"),
-        ({"bank_labels": np.zeros(5, dtype=int)}, "the bank images are 101, their labels .* some are missing"),
+        ({"bank_labels": np.zeros(5, dtype=int)}, "there are 101 bank images, but labels of shape"),
         ({"bank_labels": np.full(M, -1)}, r"labels of the bank images are missing or have no class.*0 to 6, got -1"),
         ({"bank": np.ones((M, 9), np.float32)}, r"of one width, got \(37, 8\) and \(101, 9\)"),
         ({"queries": np.ones((0, W), np.float32), "labels": np.zeros(0, int)}, "0 images to classify"),
@@ -226,13 +226,16 @@ def test_features_say_what_stands_in_their_way(tmp_path):
     with pytest.raises(ValueError, match="not finite in float32; the weights or the images are not"):
         extract(broken, source, DATA, tmp_path / "features", dtype="float32")
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(ValueError, match=r"features cannot be kept in .*file/features: .*; name another --cache"):
+    with pytest.raises(ValueError, match=r"features cannot be stored in .*file/features: .*; use another --cache"):
         extract(Counting(), source, DATA, tmp_path / "file" / "features")
 
 
 def test_features_on_a_full_disk_are_named_and_leave_nothing_behind(tmp_path):
     source = open_data(class_folders(tmp_path / "data", per_class=(5, 1)), "train")
-    with no_file_above(150), pytest.raises(DiskFullError, match=r"features cannot be kept in .*; name another --cache"):
+    with (
+        no_file_above(150),
+        pytest.raises(DiskFullError, match=r"features cannot be stored in .*; use another --cache"),
+    ):
         extract(Counting(), source, DATA, tmp_path / "features", batch=4)
     assert list((tmp_path / "features").iterdir()) == []
 
@@ -275,7 +278,7 @@ def test_features_that_fail_leave_nothing_behind(tmp_path):
 def test_two_commands_may_take_the_same_features_and_killed_ones_are_cleared_away(tmp_path, monkeypatch):
     source = open_data(class_folders(tmp_path / "data", per_class=(2, 1)), "train")
     kept = tmp_path / "features"
-    for name, age in ((".taking-old", 2 * 86400), (".taking-now", 0)):
+    for name, age in ((".extracting-old", 2 * 86400), (".extracting-now", 0)):
         (kept / name).mkdir(parents=True)
         os.utime(kept / name, (time.time() - age,) * 2)
     taken = features_module._take
@@ -288,7 +291,7 @@ def test_two_commands_may_take_the_same_features_and_killed_ones_are_cleared_awa
 
     monkeypatch.setattr(features_module, "_take", another_is_faster)
     assert len(extract(Counting(), source, DATA, kept).values) == 6
-    assert {path.name for path in kept.glob(".*")} == {".taking-now"}
+    assert {path.name for path in kept.glob(".*")} == {".extracting-now"}
 
 
 def test_a_broken_image_is_left_out_and_the_others_keep_their_place(tmp_path):
@@ -333,7 +336,7 @@ def test_pictures(tmp_path):
         assert min(picture.shape[:2]) > 200
         assert picture.std() > 5
     few = Features(taken["val"].values[:2], taken["val"].labels[:2], taken["val"].indices[:2], ["a", "b", "c"])
-    with pytest.raises(ValueError, match="a map needs a few images"):
+    with pytest.raises(ValueError, match="a map needs at least a few images"):
         plot_feature_map(few, tmp_path / "none.png")
 
 
@@ -392,7 +395,7 @@ def test_the_command_prints_rows_and_draws(run, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("-k", 5000), r"k must lie between 1 and the \d+ images of the bank, got 5000"),
+        (("-k", 5000), r"k must be between 1 and the \d+ images of the bank, got 5000"),
         (("--device", "tpu"), "device must be auto, cpu or cuda"),
         (("--branch", "pupil"), "unknown branch"),
         (("--data", "nowhere"), "does not exist"),
@@ -452,7 +455,7 @@ def test_weights_that_do_not_fit_their_recipe_are_named(run, tmp_path):
 def test_a_name_says_whose_weights_it_has(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     root = class_folders(tmp_path / "data", per_class=(2, 1))
-    said = "comes without weights: these are the features of random ones"
+    said = "has no trained weights: these are the features of random ones"
     assert said in sima("knn", "sima_xcit_nano_12_p16_224", "--data", root, "--size", 32, "-k", 1).output
     assert said not in sima("knn", "sima_xcit_mini_p4_64_relu", "--data", root, "--size", 32, "-k", 1).output
 
@@ -460,6 +463,6 @@ def test_a_name_says_whose_weights_it_has(tmp_path, monkeypatch):
 def test_a_model_by_name_needs_data_and_a_missing_run_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(cli.app, ["knn", "sima_xcit_nano_12_p16_224"])
-    assert "say with --data" in str(result.exception)
+    assert "give the images with --data" in str(result.exception)
     result = CliRunner().invoke(cli.app, ["knn"])
     assert "unknown model, run folder or file 'runs/dino-digits'" in str(result.exception)

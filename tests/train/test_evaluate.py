@@ -185,7 +185,7 @@ def test_eval_prints_each_size_with_and_without_token_ref_and_writes_the_classes
     output = sima("eval", root / "run", "--size", 16, "--size", 32, "--device", "cpu", *files)
     assert output.count("│ 16") == 1
     assert output.count("│ 32") == 2
-    assert "taken for" in output
+    assert "classified as" in output
     with open(tmp_path / "classes.csv") as file:
         rows = list(csv.DictReader(file))
     assert [row["name"] for row in rows] == list("abcdefg")
@@ -216,7 +216,7 @@ def test_eval_writes_the_confusions_and_prints_those_of_few_classes(run, tmp_pat
     printed = [line.strip("│ ").split("│") for line in output.splitlines() if line.startswith("│")]
     assert [[cell.strip() for cell in line] for line in printed[1:]] == rows  # the first line is that of the size
     monkeypatch.setattr(cli.train, "MOST_SHOWN", 6)
-    assert "what they were taken for" not in sima("eval", root / "run")
+    assert "confusion matrix" not in sima("eval", root / "run")
 
 
 @pytest.mark.parametrize("option", ["--out", "--confusion", "--rows"])

@@ -166,7 +166,8 @@ def eval_command(
         names = [escape(row.name) for row in last.rows]
         counts = [[name, *map(str, line)] for name, line in zip(names, last.confusion.tolist(), strict=True)]
         print_table(
-            TextTable(["true", *names], counts, set()), title="images of each class by what they were taken for"
+            TextTable(["true", *names], counts, set()),
+            title="confusion matrix: true class by row, predicted class by column",
         )
     for name, other, count in last.most_confused():
         say(f"  {name} classified as {other}: {count}")

@@ -19,7 +19,7 @@ def principal_components(values: np.ndarray, count: int = 2) -> np.ndarray:
     centred = centred - centred.mean(0)
     _, vectors = np.linalg.eigh(centred.T @ centred)  # W x W, whatever n is; rising eigenvalues
     axes = vectors[:, ::-1][:, :count]
-    signs = np.sign(axes[np.abs(axes).argmax(0), np.arange(axes.shape[1])])  # the same picture every time
+    signs = np.sign(axes[np.abs(axes).argmax(0), np.arange(axes.shape[1])])  # a deterministic picture
     return centred @ (axes * signs)
 
 
@@ -49,7 +49,7 @@ def plot_feature_map(
     chosen = evenly(len(features.classes), classes)
     rows = np.concatenate([np.flatnonzero(features.labels == label)[:per_class] for label in chosen])
     if len(rows) < 4:
-        raise ValueError(f"a map needs a few images, the chosen {len(chosen)} classes have {len(rows)}")
+        raise ValueError(f"a map needs at least a few images, but the {len(chosen)} chosen classes have {len(rows)}")
     points, labels = two_dimensions(features.values[rows], method), features.labels[rows]
     colours = colormaps["tab10" if len(chosen) <= 10 else "tab20"]
     with figure(path, figsize=(7.5, 6)) as (_, axes):

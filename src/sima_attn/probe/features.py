@@ -1,4 +1,4 @@
-"""A trained model and images -> frozen features, taken once and kept on disk under a key of weights and data.
+"""A trained model and images -> frozen features, extracted once and stored on disk under a key of weights and data.
 
 Shapes: B batch, n images, N tokens, C channels, W width of the features.
 """
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 BRANCHES = ("teacher", "student")
-FEW_IMAGES, MOST_WORKERS = 4096, 16  # so many are decoded before a process to decode them has started
+FEW_IMAGES, MOST_WORKERS = 4096, 16  # starting worker processes takes longer than decoding this many images
 DTYPES = ("float16", "float32")
-TAKING = ".taking-"  # begins the names of folders that features are being written to
+TEMPORARY = ".extracting-"  # prefix of folders that features are being written to
 
 
 class Subset(Source):
@@ -47,7 +47,7 @@ class Subset(Source):
         self.classes, self.labels = source.classes, source.labels[indices]
 
     def name(self, index: int) -> str:
-        """What to call a sample in a message."""
+        """Name of a sample in messages."""
         return self.source.name(int(self.indices[index]))
 
     def read(self, index: int) -> Image:
@@ -114,15 +114,13 @@ class LayerFeatures(nn.Module):
         stages = getattr(inner, "stages", None)
         blocks = getattr(stages[-1] if stages else inner, "blocks", None)  # CvT's class token is in its last stage
         if blocks is None:
-            raise ValueError(f"{type(model).__name__} has no list of blocks to take layers from; use --features output")
+            raise ValueError(f"{type(model).__name__} has no list of blocks to read layers from; use --features output")
         self.blocks = list(blocks)
         self.prefix = 0 if self.class_blocks else getattr(inner, "num_prefix_tokens", 0)
         self.layers = layers if layers is not None else (2 if self.class_blocks else min(4, len(self.blocks)))
         most = min(len(self.blocks), len(self.class_blocks) or len(self.blocks))
         if not 1 <= self.layers <= most:
-            raise ValueError(
-                f"there is no such layer: {self.layers} layers were asked for, {type(model).__name__} has {most}"
-            )
+            raise ValueError(f"{self.layers} layers requested, but {type(model).__name__} has {most}")
 
     def forward(self, images: Tensor) -> Tensor:
         """Images [B, 3, S, S] -> features [B, W]."""
@@ -131,7 +129,7 @@ class LayerFeatures(nn.Module):
 
         def keep(block: nn.Module, inputs: Any, tokens: Tensor) -> None:
             if not isinstance(tokens, Tensor) or tokens.dim() != 3:
-                raise ValueError(f"the blocks of {type(self.model).__name__} give no tokens; use --features output")
+                raise ValueError(f"the blocks of {type(self.model).__name__} return no tokens; use --features output")
             seen[block] = tokens  # [B, N, C]
 
         hooks = [block.register_forward_hook(keep) for block in wanted]
@@ -160,7 +158,7 @@ class LayerFeatures(nn.Module):
 
 
 class OutputAndLayers(nn.Module):
-    """Images -> what the model gives and what `LayerFeatures` reads, side by side [B, C + W]."""
+    """Images -> the output of the model and of `LayerFeatures`, concatenated [B, C + W]."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -173,7 +171,7 @@ class OutputAndLayers(nn.Module):
         return torch.cat([output, self.layers(images)], dim=1)
 
     def split(self, features: Features) -> tuple[Features, Features]:
-        """The features of both kinds, apart."""
+        """Split both kinds of features."""
         values = features.values
         return features._replace(values=values[:, : self.width]), features._replace(values=values[:, self.width :])
 
@@ -188,7 +186,7 @@ def features_of(
     device: str = "cpu",
     on_step: Callable[[int, int], None] = lambda done, total: None,
 ) -> Features:
-    """The features of decoded images, in memory and in half precision; nothing is kept on disk."""
+    """Features of decoded images, in memory and in half precision; nothing is written to disk."""
     model = model.to(device).eval()
     parts, labels, done = [], [], 0
     indices = np.flatnonzero(cache.good)
@@ -216,7 +214,7 @@ def extract(
     say: Callable[[str], None] = print,
     on_step: Callable[[int, int], None] = lambda done, total: None,
 ) -> Features:
-    """The features of all readable images, from the folder if they were taken before.
+    """Features of all readable images, loaded from the folder if they were extracted before.
 
     Args:
         model: Images -> features [B, W].
@@ -229,18 +227,18 @@ def extract(
     if not kept.is_dir():
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            temporary = folder / f"{TAKING}{secrets.token_hex(8)}"
-            temporary.mkdir()  # not mkdtemp, whose folders nobody else may read, whatever the umask
+            temporary = folder / f"{TEMPORARY}{secrets.token_hex(8)}"
+            temporary.mkdir()  # not mkdtemp, which ignores the umask
         except OSError as error:
-            raise ValueError(f"features cannot be kept in {folder}: {error.strerror}; name another --cache") from None
+            raise ValueError(f"features cannot be stored in {folder}: {error.strerror}; use another --cache") from None
         try:
             _remove_abandoned(folder)
             _take(model, source, data, temporary, np.dtype(dtype), batch, torch.device(device), say, on_step)
-            os.replace(temporary, kept)  # whole, or not there
+            os.replace(temporary, kept)  # atomic
         except OSError as error:
             if (reason := disk_full_reason(error)) is not None:
-                raise DiskFullError(f"features cannot be kept in {folder}: {reason}; name another --cache") from error
-            if not kept.is_dir():  # if it is, another command that took the same was faster
+                raise DiskFullError(f"features cannot be stored in {folder}: {reason}; use another --cache") from error
+            if not kept.is_dir():  # if it is, another process extracted the same features first
                 raise
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -250,8 +248,8 @@ def extract(
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Remove what killed commands left; a day is longer than any extraction goes without writing."""
-    for left in folder.glob(f"{TAKING}*"):
+    """Remove folders of killed processes: those without a write for a day."""
+    for left in folder.glob(f"{TEMPORARY}*"):
         if max((path.stat().st_mtime for path in [left, *left.iterdir()]), default=0) < time.time() - 86400:
             shutil.rmtree(left, ignore_errors=True)
 
@@ -277,9 +275,9 @@ def _take(
             features = model(images).float()
             if features.dim() != 2:
                 raise ValueError(
-                    f"the model gives features of shape {tuple(features.shape)}, one vector an image is needed"
+                    f"the model returns features of shape {tuple(features.shape)}; one vector per image is needed"
                 )
-            with np.errstate(over="ignore"):  # said below, in words
+            with np.errstate(over="ignore"):  # reported below
                 rows = features.cpu().numpy().astype(dtype)
             if not np.isfinite(rows).all():
                 remedy = "use --dtype float32" if features.isfinite().all() else "the weights or the images are not"
@@ -292,7 +290,7 @@ def _take(
             on_step(done + len(broken.found), len(source))
         if not done:
             raise ValueError(f"none of the {len(source)} images can be read")
-        file.truncate(file.tell() + (len(source) - done) * rows[0].nbytes)  # broken images have a place at the end
+        file.truncate(file.tell() + (len(source) - done) * rows[0].nbytes)  # room for broken images at the end
     np.save(folder / "labels.npy", np.concatenate(labels))
     np.save(folder / "indices.npy", np.setdiff1d(np.arange(len(source)), sorted(broken.found)))
 
@@ -302,14 +300,14 @@ def _npy_header(dtype: np.dtype, images: int, width: int) -> dict[str, Any]:
 
 
 def with_workers(data: Data, images: int) -> Data:
-    """The settings with processes to decode so many images: recipes that decode once for all have none."""
+    """The settings with worker processes for many images: recipes with a device cache have none."""
     if data.workers or images < FEW_IMAGES:
         return data
     return replace(data, workers=min(MOST_WORKERS, os.cpu_count() or 1))
 
 
 def key_of(model: nn.Module, source: Source, data: Data, about: str = "") -> str:
-    """A name for the features of these weights on these images.
+    """The key of the features of these weights on these images.
 
     It changes with the weights, with the images and with the way they are read.
     """
@@ -318,7 +316,7 @@ def key_of(model: nn.Module, source: Source, data: Data, about: str = "") -> str
     for name, tensor in model.state_dict().items():
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    # Of what changes the features, this alone is neither in the words nor in the weights.
+    # Settings that change the features and are neither in the repr nor in the weights.
     pools = [module.global_pool for module in model.modules() if hasattr(module, "global_pool")]
     layers = [getattr(model, name, None) for name in ("layers", "norm")] if isinstance(model, LayerFeatures) else []
     digest.update(
@@ -343,7 +341,7 @@ def source_fingerprint(source: Source) -> bytes:
 
 
 def evenly(n: int, count: int) -> list[int]:
-    """`count` of the numbers below n, or all of them, spread evenly."""
+    """`count` evenly spaced numbers below n, or all of them."""
     return sorted(set(np.linspace(0, n - 1, min(n, count)).round().astype(int).tolist()))
 
 
@@ -353,12 +351,10 @@ def check_labels(labels: np.ndarray | Tensor | Sequence[int] | None, images: int
         raise ValueError(f"the {what} images have no labels; k-NN and the linear classifier need one for each")
     tensor = torch.as_tensor(np.asarray(labels) if not isinstance(labels, Tensor) else labels)
     if tensor.dim() != 1 or len(tensor) != images:
-        raise ValueError(
-            f"the {what} images are {images}, their labels have the shape {tuple(tensor.shape)}: some are missing"
-        )
+        raise ValueError(f"there are {images} {what} images, but labels of shape {tuple(tensor.shape)}")
     if tensor.is_floating_point() or ((tensor < 0) | (tensor >= classes)).any():
         raise ValueError(
-            f"labels of the {what} images are missing or have no class: they must be whole numbers from 0 to "
+            f"labels of the {what} images must be whole numbers from 0 to "
             f"{classes - 1}, got {tensor.min().item()} to {tensor.max().item()}"
         )
     return tensor.long()
@@ -373,5 +369,5 @@ def check_same_width(queries: np.ndarray | Tensor, bank: np.ndarray | Tensor) ->
         )
     if not len(queries) or not len(bank):
         raise ValueError(
-            f"there are {len(queries)} images to classify and {len(bank)} to learn from; both must be some"
+            f"there are {len(queries)} images to classify and {len(bank)} in the bank; both need at least one"
         )

@@ -61,7 +61,7 @@ def nearest(
     check_same_width(queries, bank)
     n, m, device = len(queries), len(bank), torch.device(device)
     if not 1 <= k <= m:
-        raise ValueError(f"k must lie between 1 and the {m} images of the bank, got {k}")
+        raise ValueError(f"k must be between 1 and the {m} images of the bank, got {k}")
     cosines = torch.full((n, k), -torch.inf)
     indices = torch.zeros(n, k, dtype=torch.long)
     for first in range(0, m, bank_block):
@@ -130,7 +130,7 @@ def vote_accuracy(
     hits = {count: [0, 0] for count in k}
     for start in range(0, n, block):
         rows = slice(start, start + block)
-        for count in hits:  # a k that was given twice counts once
+        for count in hits:  # each k once, even if given twice
             scores = votes(cosines[rows, :count], neighbours[rows, :count], classes, temperature)  # [rows, K]
             right = scores.topk(min(5, count, classes), dim=1).indices == truth[rows, None]
             hits[count][0] += int(right[:, 0].sum())
@@ -143,7 +143,7 @@ def _check_vote(k: Sequence[int], temperature: float, bank: int) -> None:
         raise ValueError("give at least one k, e.g. 20")
     for count in k:
         if not 1 <= count <= bank:
-            raise ValueError(f"k must lie between 1 and the {bank} images of the bank, got {count}; make it smaller")
+            raise ValueError(f"k must be between 1 and the {bank} images of the bank, got {count}; use a smaller one")
     check_value(temperature, PositiveFloat, "the temperature")
 
 
@@ -159,8 +159,8 @@ def plot_neighbours(
     device: torch.device | str = "cpu",
     title: str = "",
 ) -> None:
-    """A picture: some images, each with its nearest ones in its row; the frame says if the class is the same."""
-    # One of each of the classes chosen, so that a row is not like the one above it.
+    """Draw images, each with its nearest neighbours in one row; frames show whether the class is the same."""
+    # One image per chosen class, so that the rows differ.
     rows = [
         int(np.flatnonzero(queries.labels == label)[0])
         for label in evenly(len(queries.classes), images)

@@ -1,4 +1,4 @@
-"""A linear classifier on frozen features: SGD with a cosine, as the paper has it.
+"""A linear classifier on frozen features, trained by SGD with a cosine schedule as in the paper.
 
 Shapes: n images, W width of the features, K classes.
 """
@@ -22,7 +22,7 @@ from sima_attn.probe.settings import Probe
 
 @dataclass(frozen=True)
 class LinearRow:
-    """One epoch: mean training loss, and accuracy on the val images in percent where it was taken."""
+    """One epoch: mean training loss, and accuracy on the val images in percent where it was evaluated."""
 
     epoch: int
     lr: float
@@ -32,7 +32,7 @@ class LinearRow:
 
 
 class LinearResult(NamedTuple):
-    """The classifier after its last epoch, its accuracy in percent, and a row an epoch that was evaluated."""
+    """The classifier after its last epoch, its accuracy in percent, and one row per evaluated epoch."""
 
     classifier: nn.Linear
     top1: float
@@ -50,7 +50,7 @@ def train_linear(
     eval_epochs: int = 10,
     on_step: Callable[[int, int], None] = lambda done, total: None,
 ) -> LinearResult:
-    """A linear classifier trained on features and judged on others; the features may lie on disk.
+    """Train a linear classifier on features and evaluate it on others; the features may be on disk.
 
     The learning rate is that of the probe, not scaled with the batch, and falls as a cosine from epoch to epoch.
     """
@@ -89,11 +89,11 @@ def train_linear(
 
 
 class _Rows:
-    """Features on the device where they fit into half of what is free of it, otherwise read where they are."""
+    """Features on the device if they fit into half of its free memory, otherwise read from where they are."""
 
     def __init__(self, values: np.ndarray, device: torch.device) -> None:
         self.values, self.device = values, device
-        # A CPU has nothing to gain: what was read from a file stays in the memory that the system has for it.
+        # No gain on a CPU: the system caches what was read from a file.
         fits = device.type == "cuda" and values.nbytes < torch.cuda.mem_get_info(device)[0] // 2
         self.here = torch.from_numpy(np.array(values)).to(device) if fits else None
 

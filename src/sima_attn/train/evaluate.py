@@ -28,7 +28,7 @@ from sima_attn.train.classify import output_at
 
 @dataclass(frozen=True)
 class ClassRow:
-    """One class: its images, how many were right at first and among five, what it was most taken for."""
+    """One class: its images, top-1 and top-5 in percent, and the class it is most often confused with."""
 
     label: int
     name: str
@@ -67,7 +67,7 @@ class Evaluation(NamedTuple):
     rows: list[ClassRow]
 
     def most_confused(self, count: int = 5) -> list[tuple[str, str, int]]:
-        """(class, what it was taken for, images) of the most frequent mistakes."""
+        """(true class, predicted class, images) of the most frequent mistakes."""
         wrong = self.confusion.clone().fill_diagonal_(0)
         values, places = wrong.flatten().topk(min(count, wrong.numel()))
         K = len(self.rows)
@@ -75,7 +75,7 @@ class Evaluation(NamedTuple):
         return [(self.rows[p // K].name, self.rows[p % K].name, n) for n, p in pairs if n]
 
     def write_confusion(self, path: Path) -> None:
-        """The confusions as a CSV file: a row for each true class, a column for each class it was taken for."""
+        """Write the confusion matrix as a CSV file: one row per true class, one column per predicted class."""
         names = [row.name for row in self.rows]
         with atomic_write(path) as temporary, open(temporary, "w", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
