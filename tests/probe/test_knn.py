@@ -234,7 +234,7 @@ def test_features_on_a_full_disk_are_named_and_leave_nothing_behind(tmp_path):
     source = open_data(class_folders(tmp_path / "data", per_class=(5, 1)), "train")
     with (
         no_file_above(150),
-        pytest.raises(DiskFullError, match=r"features cannot be stored in .*; use another --cache"),
+        pytest.raises(DiskFullError, match=r"cannot be stored in .*; use another --cache"),
     ):
         extract(Counting(), source, DATA, tmp_path / "features", batch=4)
     assert list((tmp_path / "features").iterdir()) == []

@@ -167,7 +167,7 @@ def eval_command(
         counts = [[name, *map(str, line)] for name, line in zip(names, last.confusion.tolist(), strict=True)]
         print_table(
             TextTable(["true", *names], counts, set()),
-            title="confusion matrix: true class by row, predicted class by column",
+            title="confusion matrix: rows are true classes, columns predictions",
         )
     for name, other, count in last.most_confused():
         say(f"  {name} classified as {other}: {count}")

@@ -14,7 +14,7 @@ from sima_attn.conversion.modules import Exchange, Refused, exchange, is_convert
 from sima_attn.conversion.report import Converted
 
 CONVERTED = "_sima_attn"  # attribute of a converted module: the attention and its options
-# Where torch keeps what a user has hung on a module.
+# Attributes in which torch stores the hooks of a module.
 HOOKS = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
@@ -28,7 +28,7 @@ HOOKS = (
 
 
 class Placement(NamedTuple):
-    """What was done, the check that it can be undone, and the way back."""
+    """A finished replacement, the check that it can be undone, and how to undo it."""
 
     converted: Converted
     check: Callable[[], None]
@@ -36,7 +36,7 @@ class Placement(NamedTuple):
 
 
 def can_be_placed(module: nn.Module) -> bool:
-    """True for attentions that the converter knows, be it that it refuses them."""
+    """Whether the converter knows this attention, including those it refuses."""
     return is_convertible(module) or calls_interface(module)
 
 
@@ -78,7 +78,7 @@ def _exchange(
         exchanged[old] = swap
         own_parts = set(old.modules())
         for part in new.modules():
-            if part not in own_parts:  # what both hold keeps its mode
+            if part not in own_parts:  # shared parts keep their mode
                 part.training = old.training
         for name in HOOKS:  # the same tables, so that a hook's handle removes it from both
             setattr(new, name, getattr(old, name))
@@ -93,7 +93,7 @@ def _exchange(
 
 
 def _structure(new: nn.Module, old: nn.Module) -> list[Any]:
-    """What the new attention consists of beside the parts that the old one shares."""
+    """The parts of the new attention that the old one does not share."""
     shared = set(old.modules())
     return [
         (name, type(part), set(part._parameters), set(part._buffers), dict(part._modules), vars(part).get("forward"))

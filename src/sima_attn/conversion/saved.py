@@ -1,4 +1,4 @@
-"""What `save_pretrained` of transformers writes of a converted model, and what loads it again.
+"""How converted transformers models are saved and loaded.
 
 transformers does not save the choice of an attention. So the configuration of a converted model becomes one of a class
 of its own, which lists the converted modules and is written under the model type "sima_attn". With this package
@@ -76,7 +76,7 @@ class SavedConfig(PretrainedConfig):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs) -> Any:  # type: ignore[override]
-        """As of any configuration. The inherited one takes a part for the whole where only the part is converted."""
+        """As for any configuration. The inherited method would read a converted part as the whole configuration."""
         entries, kwargs = cls.get_config_dict(pretrained_model_name_or_path, **kwargs)
         return cls.from_dict(entries, **kwargs)
 

@@ -1,4 +1,4 @@
-"""A model that photos are shown to, at their own aspect ratio.
+"""A model for photos of any aspect ratio.
 
 Shapes: images [1, 3, height, width].
 """
@@ -38,18 +38,18 @@ class PhotoModel(LoadedModel):
 
     @cached_property
     def multiple(self) -> int:
-        """What the sides of an image should be multiples of."""
+        """The sides of an image should be multiples of this."""
         info: Any = getattr(self.model, "feature_info", None) or [{}]
         return int(info[-1].get("reduction", 16)) if isinstance(info, list) else 16
 
     @cached_property
     def any_size(self) -> bool:
-        """Whether it takes images of other sizes than `size`."""
+        """Whether it accepts images of other sizes than `size`."""
         return _runs(self.model, 3 * self.multiple, 3 * self.multiple)
 
     @cached_property
     def any_shape(self) -> bool:
-        """Whether it takes images that are not square; for others a photo is squeezed."""
+        """Whether it accepts images that are not square; otherwise photos are resized to a square."""
         return _runs(self.model, 4 * self.multiple, 3 * self.multiple)
 
     def input_size(self, width: int, height: int, size: int | None = None) -> tuple[int, int]:
@@ -80,7 +80,7 @@ class PhotoModel(LoadedModel):
         return (pixels - mean) / std
 
     def read(self, photo: Image, size: int | None = None) -> Reading:
-        """What one forward of a photo shows.
+        """Attention maps of one forward pass of a photo.
 
         SimA's output shrinks with the number of tokens, so at another size than that of training `token_ref` brings it
         back to the scale that the later layers were trained with.
@@ -92,7 +92,7 @@ class PhotoModel(LoadedModel):
 
 
 def load_photo_model(what: str | Path | None = None, *, device: str = "cpu") -> PhotoModel:
-    """A model by what a user calls it, as `load_model` takes it."""
+    """Load a model by name, run or file; see `load_model`."""
     return PhotoModel(**vars(load_model(what, device=device)))
 
 
@@ -104,7 +104,7 @@ def photo_model(
     classes: list[str] | None = None,
     size: int | None = None,
 ) -> PhotoModel:
-    """From a model at hand; what is not given is in timm's configuration of the model."""
+    """Wrap a model; what is not given is read from its timm configuration."""
     name = name or type(model).__name__
     if is_pretrained_model(model):
         raise ValueError(
@@ -123,7 +123,7 @@ def photo_model(
 
 @torch.no_grad()
 def _runs(model: nn.Module, height: int, width: int) -> bool:
-    """Whether the model takes images of a size, by trying it on a small one: no attribute says so for all models."""
+    """Whether the model accepts images of a size, tested by a forward pass: no attribute tells for all models."""
     modes = {module: module.training for module in model.modules()}
     try:
         model.eval()(torch.zeros(1, 3, height, width).to(next(model.parameters())))

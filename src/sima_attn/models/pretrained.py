@@ -1,4 +1,4 @@
-"""Weights that come with the package: one safetensors file a model, which `pretrained=True` loads offline.
+"""Weights that come with the package: one safetensors file per model, which `pretrained=True` loads offline.
 
 A file says all there is to know of its weights: its metadata are the `Card`.
 """
@@ -25,7 +25,7 @@ MOST_BYTES = 12_000_000
 
 @dataclass(frozen=True)
 class Card:
-    """What a file of weights says of itself.
+    """The metadata of a weight file.
 
     Attributes:
         classes: Their names in the data, in the order of the logits.
@@ -52,7 +52,7 @@ class Card:
 
     @property
     def preprocessing(self) -> Preprocessing:
-        """How a photo is made ready for the model."""
+        """How a photo becomes an input of the model."""
         facts = {"size": self.size, "mean": self.mean, "std": self.std}
         return Preprocessing.from_recipe({**self.recipe.get("data", {}), **facts})
 
@@ -68,7 +68,7 @@ class Card:
 
 
 def weights_file(name: str) -> Path:
-    """Where the weights of a model are, or would be."""
+    """Path of the weights of a model, whether they exist or not."""
     return WEIGHTS / f"{name}.safetensors"
 
 
@@ -122,14 +122,14 @@ def check_same_model(model: nn.Module, name: str, settings: Mapping[str, Any], s
     """
     import timm
 
-    known = timm.list_models("sima_*")  # no other model looks for weights in the package
+    known = timm.list_models("sima_*")  # other models have no weights in the package
     if name not in known:
         raise unknown_name("model of this package", name, known)
     K = model.num_classes
     plain: Any = timm.create_model(name, num_classes=K)
     if _same_logits(model, plain, size):
         return
-    # One at a time: a setting that alone makes another model of that name is one that differs.
+    # Try the settings one at a time to name one that differs.
     own = plain.pretrained_cfg["input_size"][-1]
     given = {} if settings["attention"] is None else {"attention": settings["attention"]}
     given |= {f"kwargs.{key}": value for key, value in settings["kwargs"].items()}
@@ -137,7 +137,7 @@ def check_same_model(model: nn.Module, name: str, settings: Mapping[str, Any], s
     for key, value in given.items():
         try:
             other = timm.create_model(name, num_classes=K, **{key.removeprefix("kwargs."): value})
-        except (TypeError, ValueError, AssertionError):  # it needs another setting beside it
+        except (TypeError, ValueError, AssertionError):  # invalid without another setting
             other = None
         if other is None or not _same_logits(plain, other, own):
             differ.append(f"model.{key}={value}")
@@ -150,12 +150,12 @@ def check_same_model(model: nn.Module, name: str, settings: Mapping[str, Any], s
 
 @torch.no_grad()
 def _same_logits(one: nn.Module, other: nn.Module, size: int) -> bool:
-    """Whether the other model takes the weights of the one and gives its logits, but for the order of float32 sums."""
+    """Whether the other model accepts the weights and returns the same logits, up to float32 rounding."""
     images = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0))
     try:
         other.load_state_dict(one.state_dict())
         first, second = one.eval()(images), other.eval()(images)  # [2, K]
-    except (RuntimeError, ValueError, AssertionError):  # such weights, or images, it does not take
+    except (RuntimeError, ValueError, AssertionError):  # it does not accept these weights or images
         return False
     return bool((first - second).abs().max() <= 1e-5 * first.abs().max())
 

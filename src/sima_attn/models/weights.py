@@ -28,7 +28,7 @@ from sima_attn.models.weight_files import StateDict, check_fits, read_state_dict
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What `load_official` did: how many tensors it loaded, what it left out and what it changed, and why."""
+    """Result of `load_official`: number of loaded tensors, and what was dropped or changed and why."""
 
     loaded: int
     dropped: dict[str, str] = field(default_factory=dict)
@@ -94,7 +94,7 @@ def _to_ours(key: str, tensor: Tensor, model: nn.Module) -> list[tuple[str, Tens
         return [(key.replace("pos_embeder.", "pos_embed.", 1), tensor)]
     found = re.fullmatch(r"(cls_attn_blocks\.\d+\.attn)\.qkv\.(weight|bias)", key)
     if found and tensor.dim():
-        parts = tensor.tensor_split(3)  # three of any number of rows; wrong ones do not fit the model, which says so
+        parts = tensor.tensor_split(3)  # a wrong number of rows is an error of the shape check
         return [(f"{found[1]}.{name}.{found[2]}", part) for name, part in zip("qkv", parts, strict=True)]
     if isinstance(model, VisionTransformer) and (found := re.fullmatch(r"(blocks\.\d+)\.gamma([12])", key)):
         return [(f"{found[1]}.ls{found[2]}.gamma", tensor)]
@@ -118,7 +118,7 @@ def _to_official(model: nn.Module) -> StateDict:
 
 
 def _resample_positions(model: VisionTransformer, state: StateDict, changed: dict[str, str]) -> None:
-    """Position embeddings of another image size are resampled, as timm does it; others do not fit, and that is said."""
+    """Position embeddings of another image size are resampled, as in timm; other mismatches are errors."""
     wanted, given = model.pos_embed, state.get("pos_embed")
     if wanted is None or given is None or given.shape == wanted.shape:
         return

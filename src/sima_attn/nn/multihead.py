@@ -134,7 +134,7 @@ class SimMultiheadAttention(LeafModule):
 
 
 def _are_same_tokens(query: Tensor, key: Tensor) -> bool:
-    """True for one tensor given twice, be it as two views: x[1] is another object every time it is written."""
+    """Whether two tensors are the same view of one tensor: x[1] creates a new object each time."""
     if query is key or torch.compiler.is_compiling():
         return query is key
     base, other = (x if x._base is None else x._base for x in (query, key))
