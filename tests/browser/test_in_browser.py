@@ -194,5 +194,5 @@ def test_the_page_says_how_to_get_what_is_missing(chromium, subject, files, monk
             chromium.get(f"{served.address}/browser")
             until(chromium, lambda: shown(chromium, "status"))
             assert message in shown(chromium, "status")
-            assert "no model runs" in shown(chromium, "model")
+            assert "no model to run" in shown(chromium, "model")
     complaints(chromium)

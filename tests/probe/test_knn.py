@@ -151,7 +151,7 @@ def test_a_low_temperature_does_not_overflow():
         ({"temperature": math.nan}, "temperature must be above 0, got nan"),
         ({"labels": None}, "the query images have no labels"),
         ({"bank_labels": np.zeros(5, dtype=int)}, "there are 101 bank images, but labels of shape"),
-        ({"bank_labels": np.full(M, -1)}, r"labels of the bank images are missing or have no class.*0 to 6, got -1"),
+        ({"bank_labels": np.full(M, -1)}, r"labels of the bank images must be whole numbers from 0 to 6, got -1"),
         ({"bank": np.ones((M, 9), np.float32)}, r"of one width, got \(37, 8\) and \(101, 9\)"),
         ({"queries": np.ones((0, W), np.float32), "labels": np.zeros(0, int)}, "0 images to classify"),
     ],

@@ -83,7 +83,7 @@ def test_layers_that_are_not_there_are_refused():
     xcit = model("sima_xcit_nano_12_p16_224", embed_dim=16, depth=3, num_heads=2)
     with pytest.raises(ValueError, match=r"3 layers requested, but SimXcit has 2"):
         LayerFeatures(xcit, layers=3)
-    with pytest.raises(ValueError, match="no such layer: 0"):
+    with pytest.raises(ValueError, match="0 layers requested"):
         LayerFeatures(xcit, layers=0)
     with pytest.raises(ValueError, match=r"ResNet has no list of blocks .*--features output"):
         LayerFeatures(timm.create_model("resnet18"))
@@ -148,7 +148,7 @@ def test_the_default_is_the_papers():
         (lambda f: f._replace(values=f.values[:, :4]), r"of one width, got \(60, 4\) and \(60, 5\)"),
         (lambda f: f._replace(labels=None), "the val images have no labels"),
         (lambda f: f._replace(labels=f.labels[:-1]), "but labels of shape"),
-        (lambda f: f._replace(labels=f.labels - 1), "missing or have no class"),
+        (lambda f: f._replace(labels=f.labels - 1), "must be whole numbers from 0"),
     ],
 )
 def test_wrong_features_are_named(change, message):
@@ -186,8 +186,8 @@ def test_the_command(run, tmp_path):
     ("arguments", "message"),
     [
         (("--features", "pixels"), "unknown features 'pixels'"),
-        (("--features", "output", "--layers", "2"), "are of --features layers"),
-        (("--layers", "9"), "no such layer: 9"),
+        (("--features", "output", "--layers", "2"), "apply to --features layers only"),
+        (("--layers", "9"), "9 layers requested"),
         (("--lr", "nan"), "--lr must be above 0, got nan"),
         (("--device", "tpu"), "device must be auto, cpu or cuda"),
     ],
