@@ -34,14 +34,14 @@ def poisoned_memory(monkeypatch):
         monkeypatch.setattr(launcher, "empty", lambda *a, _empty=empty, **k: _empty(*a, **k).fill_(torch.nan))
 
 
-PATHS = ("one program per head", "few shares", "many shares")  # of the "kv" order
+PATHS = ("one launch", "few shares", "many shares")  # of the "kv" order
 
 
 def choose_path(monkeypatch, path):
     """Make the "kv" order take a path, with tiles smaller than the tokens."""
-    few = 10**6 if path == "one program per head" else 0
-    monkeypatch.setattr(triton_tiles, "FEW_TOKENS", few)
-    monkeypatch.setattr(triton_tiles, "FEW_TOKENS_OF_MANY_HEADS", few)
+    few = 10**6 if path == "one launch" else 0
+    for limit in ("FEW_TOKENS", "FEW_TOKENS_RECORDED", "FEW_TOKENS_CALLED", "FEW_TOKENS_OF_LARGE_CALLS"):
+        monkeypatch.setattr(triton_tiles, limit, few)
     monkeypatch.setattr(triton_tiles, "SMALLEST_SHARE", 16)
     monkeypatch.setattr(triton_tiles, "PROGRAMS", 12.0)
     monkeypatch.setattr(triton_tiles, "SMALL_CALL", 10**6 if path == "few shares" else 0)
@@ -53,7 +53,7 @@ def path(request, monkeypatch):
     return request.param
 
 
-@pytest.fixture(params=[("qk", 40), ("one program per head", 40), *((path, 100) for path in PATHS)], ids=str)
+@pytest.fixture(params=[("qk", 40), ("one launch", 40), *((path, 100) for path in PATHS)], ids=str)
 def case(request, monkeypatch):
     """(order, tokens): "kv" on each path, also with all tokens of a head in one tile, as "qk" needs them."""
     path, N = request.param
@@ -332,7 +332,7 @@ def test_opcheck(order):
     qkv = make(1, 20, 3, 2, 16).requires_grad_()
     mask = torch.ones(1, 20, dtype=torch.uint8, device=DEVICE)
     torch.library.opcheck(triton_op.attention, (qkv, None, None, mask, mask, None, 1.0, 1e-12, order, True))
-    torch.library.opcheck(triton_op.state_qkv, (qkv.detach(), 1.0, 1e-12))
+    torch.library.opcheck(triton_op.state_times_projection, (qkv.detach(), make(40, 32), 1.0, 1e-12))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -518,7 +518,7 @@ def test_the_plan_says_what_runs():
 
 
 def test_a_chip_with_little_shared_memory_takes_a_smaller_tile():
-    hopper = triton_tiles.Problem(tokens=4096, width=64, itemsize=2, fills_chip=False, shared_memory=232448)
+    hopper = triton_tiles.Problem(4096, heads=48, width=64, itemsize=2, multiprocessors=132, shared_memory=232448)
     small = hopper._replace(shared_memory=48_000)
     for kernel in ("forward_head", "backward_head", "outer_products", "apply_forward", "apply_backward"):
         large_tile, small_tile = triton_tiles.choose_tile(kernel, hopper), triton_tiles.choose_tile(kernel, small)
@@ -533,9 +533,22 @@ def test_shares_are_few_where_two_launches_are_enough():
     assert triton_tiles.count_shares(36864, 6, 132, narrow=True) == (28, False)
 
 
+def test_programs_share_a_head_where_heads_are_few():
+    assert triton_tiles.tiles_per_program(17, columns=6, multiprocessors=132) == 1
+    assert triton_tiles.tiles_per_program(17, columns=48, multiprocessors=132) == 9
+    assert triton_tiles.tiles_per_program(17, columns=132, multiprocessors=132) == 17
+    assert triton_tiles.tiles_per_program(17, columns=1536, multiprocessors=132) == 17
+
+
+@pytest.mark.parametrize(("heads", "columns"), [(6, 16), (12, 32), (48, 64)])
+def test_programs_share_the_columns_of_a_head_where_heads_are_very_few(heads, columns):
+    problem = triton_tiles.Problem(196, heads, width=64, itemsize=2, multiprocessors=132, shared_memory=232448)
+    assert triton_tiles.choose_tile("forward_head", problem).columns == columns
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
-@pytest.mark.parametrize("N", [196, 1500])
+@pytest.mark.parametrize("N", [196, 600, 1025, 1500])
 def test_cuda_graphs(N):
     qkv = make(4, N, 3, 4, 64, dtype=torch.bfloat16)
     expected = sima_attention_qkv(qkv)

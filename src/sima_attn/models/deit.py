@@ -10,6 +10,7 @@ from timm.layers import to_2tuple
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 
 from sima_attn.models._build import build_model, choose_attention, register_family
+from sima_attn.models.patch_embed import ProductPatchEmbed
 
 WIDTHS: dict[str, dict[str, Any]] = {
     "tiny": {"embed_dim": 192, "num_heads": 3},
@@ -65,7 +66,7 @@ def build_vit(
         num_tokens=-(-height // patch) * -(-width // patch) + prefix,
         has_class_token=prefix > 0,
     )
-    kwargs = {"dynamic_img_size": True, "dynamic_img_pad": True, **kwargs}
+    kwargs = {"dynamic_img_size": True, "dynamic_img_pad": True, "embed_layer": ProductPatchEmbed, **kwargs}
     return build_model(cls, name, filter_fn=checkpoint_filter_fn, attn_layer=layer, class_token=class_token, **kwargs)
 
 

@@ -7,11 +7,11 @@ matrices. W [D, DV] is the whole state of a head:
     backward    A = Q^T dO                        t = rowsum(A * W)          Z = diag(s) A
                 dQ = dO W^T - sign(Q) t/|Q|_1     dK = V Z^T - sign(K) t/|K|_1     dV = K Z
 
-A head with few tokens is one program that does all of it (`forward_head`, `backward_head`). With many tokens each
-head is split over programs: `outer_products` sums over a share of the tokens, `apply_forward` or `apply_backward`
-adds the shares and computes the outputs. Where a head has many shares, `finish_forward` or `finish_backward` adds
-them first, so that they are read once. `attend` and `attend_backward` compute the "qk" order, (Q diag(s) K^T) V, for
-heads whose tokens fit one tile.
+With few tokens there is one launch (`forward_head`, `backward_head`). Where heads are too few to fill the chip, several
+programs share the outputs of a head in the forward. With many tokens the sums are split as well: `outer_products` sums
+over a share of the tokens, `apply_forward` or `apply_backward` adds the shares and computes the outputs. Where a head
+has many shares, `finish_forward` or `finish_backward` adds them first, so that they are read once. `attend` and
+`attend_backward` compute the "qk" order, (Q diag(s) K^T) V, for heads whose tokens fit one tile.
 
 No atomics: the same input gives the same bits. Sums and norms are float32. Inputs are read through their strides,
 only the channels must be contiguous; outputs are [batch, tokens, heads, channels] with a stride per token. Masked
@@ -247,21 +247,25 @@ def store_row(x, row, matrix, first, second, d, e, D: tl.constexpr, DV: tl.const
     store_vectors(x, first, second, d, D, DV)
 
 
-# --- one program per head --------------------------------------------------------------------------------------
+# --- one launch ------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["N", "M", "gain", "eps"])
+@triton.jit(do_not_specialize=["N", "M", "tiles", "gain", "eps"])
 def forward_head(
     q, k, v, o, state, query_mask, key_mask, gains,
-    k_offset, v_offset, gain, eps, H, N, M, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_n,
+    k_offset, v_offset, gain, eps, H, N, M, tiles, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_n,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
     SUM_ROWS: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr, KEEP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """O = Q W of one head. WHOLE: all tokens fit one tile of BLOCK_N, so q is read once and kept."""
-    head = tl.program_id(0)
+    """BLOCK_V columns of O = Q W for `tiles` tiles of tokens. WHOLE: all tokens fit one tile, q is read once and kept.
+
+    Each program of a head computes W from all tokens by itself: while few programs run, reading them again from the
+    cache takes less time than a second launch.
+    """
+    head, group, part_v = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b = head // H
-    d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    d, e = tl.arange(0, BLOCK_D), part_v * BLOCK_V + tl.arange(0, BLOCK_V)
     n = tl.arange(0, BLOCK_N)
     q, k, v = inputs_at_head(q, k, v, k_offset, v_offset, head, H, q_b, q_h, k_b, k_h, v_b, v_h)
     o = output_at_head(o, head, H, N, DV, o_n)
@@ -285,13 +289,14 @@ def forward_head(
     norm_k, norm_q = tl.sum(sum_k, axis=0), tl.sum(sum_q, axis=0)
 
     w = scaled_rows(kv, norm_q, norm_k, load_gain(gain, gains, b), eps)  # [BLOCK_D, BLOCK_V]
-    if KEEP:
+    if KEEP and group == 0:
         store_row(state, head, w, norm_q, norm_k, d, e, D, DV)
     if WHOLE:
         store_tile(o, product(q_tile, w, PRECISION), n, N, o_n, e, DV)
     else:
-        for start in tl.range(0, N, BLOCK_N, num_stages=STAGES):
-            rows = start + n
+        last = tl.minimum((group + 1) * tiles, tl.cdiv(N, BLOCK_N))
+        for tile in tl.range(group * tiles, last, num_stages=STAGES):
+            rows = tile * BLOCK_N + n
             real = real_rows(query_mask, b, rows, N)
             q_tile = load_tile(q, rows, real, q_n, d, D)
             store_tile(o, product(q_tile, w, PRECISION), rows, N, o_n, e, DV)
@@ -383,15 +388,20 @@ def outer_products(
 
 
 @triton.jit
+def load_share(shares, row, d, e, D: tl.constexpr, DV: tl.constexpr):
+    """The matrix and both vectors of one share."""
+    row = matrix_row(shares, row, D, DV)
+    first, second = load_vectors(row, d, D, DV)
+    return load_matrix(row, d, e, D, DV), first, second
+
+
+@triton.jit
 def add_few_shares(shares, head, heads, d, e, SPLITS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr):
     """The sums of all shares, always in the same order: matrix and both vectors."""
-    row = matrix_row(shares, head, D, DV)
-    matrix = load_matrix(row, d, e, D, DV)
-    first, second = load_vectors(row, d, D, DV)
+    matrix, first, second = load_share(shares, head, d, e, D, DV)
     for split in tl.static_range(1, SPLITS):
-        row = matrix_row(shares, split * heads + head, D, DV)
-        matrix += load_matrix(row, d, e, D, DV)
-        more_first, more_second = load_vectors(row, d, D, DV)
+        more, more_first, more_second = load_share(shares, split * heads + head, d, e, D, DV)
+        matrix += more
         first += more_first
         second += more_second
     return matrix, first, second
@@ -427,6 +437,30 @@ def finish_forward(
     kv = tl.reshape(add_shares(first, step, offsets, inside, splits, AT_ONCE), [ROWS, BLOCK_V])
     w = scaled_rows(kv, norm_q, norm_k, load_gain(gain, gains, head // H), eps)
     store_row(state, head, w, norm_q, norm_k, d, e, D, DV)
+
+
+@triton.jit(do_not_specialize=["gain", "eps", "splits"])
+def project_state(
+    shares, weight, out, gain, eps, heads, H, splits,
+    D: tl.constexpr, DV: tl.constexpr, C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_C columns of W P, where P [DV, C] are the rows of the projection for this head: (Q W) P = Q (W P).
+
+    `weight` is [C, H * DV], as in torch.nn.Linear; `out` is [B, H * D, C].
+    """
+    head = tl.program_id(0)
+    d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    kv, norm_q, norm_k = load_share(shares, head, d, e, D, DV)
+    for split in range(1, splits):
+        more, more_q, more_k = load_share(shares, split * heads + head, d, e, D, DV)
+        kv += more
+        norm_q += more_q
+        norm_k += more_k
+    w = scaled_rows(kv, norm_q, norm_k, gain, eps)
+    p = load_tile(weight + (head % H) * DV, c, c < C, H * DV, e, DV)  # [BLOCK_C, BLOCK_V]
+    store_tile(out + head.to(tl.int64) * D * C, product(w, tl.trans(p), PRECISION), d, D, C, c, C)
 
 
 @triton.jit(do_not_specialize=["N", "tiles", "gain", "eps"])

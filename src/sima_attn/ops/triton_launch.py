@@ -1,7 +1,7 @@
 """Which Triton kernels compute SimA, on which grids, with which memory.
 
-A head with few tokens is one program, in one launch. With many tokens there are two launches: the first sums over
-shares of the tokens, the second computes the outputs. A third one in between adds the shares where they are many.
+Few tokens take one launch. With many tokens there are two launches: the first sums over shares of the tokens, the
+second computes the outputs. A third one in between adds the shares where they are many.
 
 Shapes: B batch, H heads, N query tokens, M key tokens, D channels per head, DV value channels per head.
 """
@@ -22,6 +22,7 @@ from sima_attn.ops.triton_tiles import Problem, Tile, cdiv, choose_tile, padded
 PRECISION = {torch.bfloat16: "bf16", torch.float16: "tf32", torch.float32: "tf32x3"}
 NARROW = 32  # so few channels multiply in full float32 without tensor cores, which is a little more accurate
 FINISH_ROWS = 4  # rows of the state that one program adds up, half as many where heads are few
+PROJECTED_COLUMNS = 64  # columns of the projected state per program
 
 
 class Inputs(NamedTuple):
@@ -97,32 +98,45 @@ def read_inputs(tensors: Sequence[Tensor], *options: *Options) -> Inputs:
 def forward(launcher: Launcher, x: Inputs, *, order: str, keep: bool) -> tuple[Tensor, Tensor | None]:
     """(o [B, N, H, DV], state), the first two tensors allocated. The gradient needs the state; None unless `keep`."""
     o = launcher.empty(x.B, x.N, x.H, x.DV, dtype=x.q.dtype)
-    if order == "kv" and not _forward_is_one_program(x):
+    if order == "kv" and not _forward_is_one_launch(x, launcher.called_from_python):
         return o, _forward_split(launcher, x, o, keep)
     state = launcher.empty(*((x.heads, 2 * x.D) if order == "qk" else x.row_shape)) if keep else None
     kernel = kernels.attend if order == "qk" else kernels.forward_head
     tile = _tile(kernel, x)
+    sizes, grid, own = [x.H, x.N, x.M], (x.heads, 1, 1), x.constants
     if order == "qk":
-        own = _whole_blocks(x)
+        own |= _whole_blocks(x)
     else:
-        own = {"BLOCK_N": tile.rows, "STAGES": tile.stages, "WHOLE": x.tokens <= tile.rows}
-        own["SUM_ROWS"] = _sum_rows(x, tile)
+        columns, count = min(padded(x.DV), tile.columns), cdiv(x.N, tile.rows)
+        parts = cdiv(x.DV, columns)
+        sizes.append(tiles.tiles_per_program(count, x.heads * parts, x.chip.multiprocessors))
+        grid = (x.heads, cdiv(count, sizes[-1]), parts)
+        own |= {"BLOCK_N": tile.rows, "BLOCK_V": columns, "SUM_ROWS": _sum_rows(x, tile)}
+        own |= {"STAGES": tile.stages, "WHOLE": x.tokens <= tile.rows}
     launcher.launch(
-        kernel, (x.heads, 1, 1),
+        kernel, grid,
         (x.q, x.k, x.v, o, state, x.query_mask, x.key_mask, x.gains),
-        (*x.offsets, x.gain, x.eps, x.H, x.N, x.M, *x.strides, x.H * x.DV),
-        tile, KEEP=keep, **own, **x.constants,
+        (*x.offsets, x.gain, x.eps, *sizes, *x.strides, x.H * x.DV),
+        tile, KEEP=keep, **own,
     )  # fmt: skip
     return o, state
 
 
-def head_state(launcher: Launcher, x: Inputs) -> Tensor:
-    """W = diag(s) K^T V and both norms, one row of `Inputs.row_shape` per head."""
+def projected_state(launcher: Launcher, x: Inputs, weight: Tensor) -> Tensor:
+    """W P [B, H * D, C] per image, where P is the transposed weight [C, H * DV] of the projection after the attention.
+
+    For inference without masks: the output of the projection is Q (W P), and O is never written.
+    """
+    C = weight.shape[0]
     splits, _ = _count_shares(x)
-    state = launcher.empty(*x.row_shape)
     shares = _sum_shares(launcher, x, splits)
-    _finish(launcher, kernels.finish_forward, (shares, state), splits, x)
-    return state
+    out = launcher.empty(x.B, x.H * x.D, C, dtype=x.q.dtype)
+    launcher.launch(
+        kernels.project_state, (x.heads, cdiv(C, PROJECTED_COLUMNS), 1), (shares, weight, out),
+        (x.gain, x.eps, x.heads, x.H, splits), Tile(PROJECTED_COLUMNS, warps=4),
+        C=C, BLOCK_C=PROJECTED_COLUMNS, **x.constants,
+    )  # fmt: skip
+    return out
 
 
 def _forward_split(launcher: Launcher, x: Inputs, o: Tensor, keep: bool) -> Tensor | None:
@@ -196,7 +210,7 @@ def backward(launcher: Launcher, x: Inputs, do: Tensor, state: Tensor, *, order:
         dk_dv_offsets, token_strides = (x.B * x.N * C, x.B * (x.N + x.M) * C), (C, C, CV)
     tensors, options = (x.q, x.k, x.v, do, grads), (x.query_mask, x.key_mask, x.gains)
     offsets, strides = (*x.offsets, *dk_dv_offsets), (*x.strides, *_head_strides(do), *token_strides)
-    if order == "qk" or _is_one_program(x, tiles.FEW_TOKENS):
+    if order == "qk" or _is_one_launch(x, tiles.FEW_TOKENS):
         kernel = kernels.attend_backward if order == "qk" else kernels.backward_head
         tile = _tile(kernel, x)
         own = _whole_blocks(x) if order == "qk" else {"BLOCK_N": tile.rows, "WHOLE": tile.rows >= x.N}
@@ -236,21 +250,35 @@ def _head_strides(x: Tensor) -> tuple[int, int, int]:
     return x.stride(0), x.stride(2), x.stride(1)
 
 
-def _forward_is_one_program(x: Inputs) -> bool:
-    fills_chip = x.heads >= x.chip.multiprocessors
-    return _is_one_program(x, tiles.FEW_TOKENS_OF_MANY_HEADS if fills_chip else tiles.FEW_TOKENS)
+def _forward_is_one_launch(x: Inputs, called_from_python: bool) -> bool:
+    wide = max(x.blocks) > tiles.NARROW_HEAD
+    few = tiles.FEW_TOKENS
+    if x.heads >= x.chip.multiprocessors or (wide and x.q.element_size() == 2):
+        few = tiles.FEW_TOKENS_OF_LARGE_CALLS
+    elif x.q.element_size() == 2:
+        few = tiles.FEW_TOKENS_CALLED if called_from_python else tiles.FEW_TOKENS_RECORDED
+    return _is_one_launch(x, few)
 
 
-def _is_one_program(x: Inputs, few: int) -> bool:
-    """True where one program computes Q (diag(s) K^T V) of a head, or its gradient."""
+def _is_one_launch(x: Inputs, few: int) -> bool:
+    """True where one launch computes Q (diag(s) K^T V), or its gradient: the state of a head fits one program."""
     block_d, block_v = x.blocks
     return x.tokens <= few and block_d * block_v <= tiles.LARGEST_STATE[x.q.element_size()]
 
 
 def _tile(kernel: Any, x: Inputs) -> Tile:
-    fills_chip, converted = x.heads >= 2 * x.chip.multiprocessors, x.q.dtype == torch.float16
-    sizes = x.tokens, max(x.blocks), x.q.element_size()
-    return choose_tile(kernel.fn.__name__, Problem(*sizes, fills_chip, x.chip.shared_memory, converted))
+    block_d, block_v = x.blocks
+    problem = Problem(
+        tokens=x.tokens,
+        heads=x.heads,
+        width=max(block_d, block_v),
+        itemsize=x.q.element_size(),
+        multiprocessors=x.chip.multiprocessors,
+        shared_memory=x.chip.shared_memory,
+        converted=x.q.dtype == torch.float16,
+        square=block_d == block_v,
+    )
+    return choose_tile(kernel.fn.__name__, problem)
 
 
 def _whole_blocks(x: Inputs) -> dict[str, int]:

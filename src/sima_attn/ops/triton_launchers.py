@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch._inductor.config as inductor_config
 import triton
 from torch import Tensor
 
@@ -24,6 +25,8 @@ class TracedLauncher:
 
     def __init__(self, like: Tensor) -> None:
         self.like = like
+        # mode="reduce-overhead" and "max-autotune" of torch.compile record the launches in a CUDA graph.
+        self.called_from_python = not inductor_config.triton.cudagraphs
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Memory that kernels fill completely before anything reads it."""
@@ -49,6 +52,8 @@ class Recording:
     A repetition passes plain addresses to the compiled kernel. `triton_support.describe` covers everything that
     Triton's choice depends on.
     """
+
+    called_from_python = True
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         self._tensors = list(inputs)

@@ -42,11 +42,14 @@ def time_graphs(
 def time_calls(functions: Mapping[str, Function], *, seconds: float = 1.0) -> dict[str, Timing]:
     """Wall-clock time per call from Python, including the work of the device: a loop without CUDA graphs.
 
-    A sample is several calls followed by one synchronization.
+    A sample is a few calls followed by one synchronization. Samples are short and many, because the clock of a CPU may
+    change within a second.
     """
     check_cuda()
     wait = torch.cuda.synchronize
-    return time_interleaved(functions, seconds=seconds, least_samples=10, before_sample=wait, after_calls=wait)
+    return time_interleaved(
+        functions, seconds=seconds, sample_seconds=0.01, least_samples=10, before_sample=wait, after_calls=wait
+    )
 
 
 def time_enqueuing(functions: Mapping[str, Function], *, seconds: float = 1.0) -> dict[str, Timing]:
