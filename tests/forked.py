@@ -10,7 +10,9 @@ import signal
 import socket
 import subprocess
 import time
+from multiprocessing import connection, forkserver
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -22,6 +24,10 @@ IMPORTED += ["torch.utils.tensorboard", "sima_attn.train.precision"]
 def start(log: Path, function, *arguments, **options):
     """A process that calls the function and writes its output to the end of the log."""
     CONTEXT.set_forkserver_preload(IMPORTED)
+    # An abstract socket, because the path of a socket has at most 108 characters, and TMPDIR may be longer than that.
+    address = f"\0sima-attn-tests-{os.getpid()}"
+    with mock.patch.object(connection, "arbitrary_address", return_value=address):
+        forkserver.ensure_running()
     process = CONTEXT.Process(target=_call, args=(str(log), function, arguments, options))
     process.start()
     return process
