@@ -1,3 +1,5 @@
+import functools
+import gc
 import itertools
 import os
 import random
@@ -6,14 +8,19 @@ import hypothesis
 import pytest
 import torch
 
+import fast_interpreter
+
 # Without a GPU the Triton kernels run in Triton's interpreter. It is chosen when the kernels are defined, so here.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    fast_interpreter.install()
 
 # Reproducible everywhere: the same examples each run, one thread each for the two pytest workers.
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=40, print_blob=True)
 hypothesis.settings.load_profile("fixed")
 torch.set_num_threads(1)
+# And for every program that a test starts: threads that wait for a busy core spin, which doubles its time.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 
 # What a terminal or a CI service sets and rich, typer or translated messages would follow.
@@ -50,9 +57,29 @@ def pytest_collection_modifyitems(config, items):
     items[:] = itertools.chain.from_iterable(files)
 
 
+def pytest_collection_finish(session):
+    """Leave what is imported and collected out of garbage collections: they would go through it again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish(session):
+    gc.unfreeze()  # or nanobind reports them as leaks at exit
+
+
 @pytest.fixture(autouse=True)
 def fixed_seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def brief_timing(monkeypatch):
+    """Benchmarks that call everything once for its time: what they make of the times is tested, not the times."""
+    from sima_attn.report.timing import time_interleaved
+
+    brief = functools.partial(time_interleaved, sample_seconds=0, least_samples=1)
+    for module in ("cpu", "demo", "detect", "paper_edge"):
+        monkeypatch.setattr(f"sima_attn.bench.{module}.time_interleaved", brief)
 
 
 @pytest.fixture

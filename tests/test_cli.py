@@ -73,6 +73,7 @@ def test_demo_compares_the_twins_and_ends_with_photos(tmp_path, monkeypatch):
     assert "chelsea (a cat)" in output
 
 
+@pytest.mark.usefixtures("brief_timing")
 def test_demo_attentions_prints_a_table_and_saves_rows_and_figure(tmp_path, monkeypatch):
     run = demo.run_demo
     monkeypatch.setattr(demo, "run_demo", lambda **options: run(tokens=(49, 196), **options))

@@ -15,6 +15,7 @@ from sima_attn.bench.tables import cpu_table
 from sima_attn.nn import ATTENTIONS
 from sima_attn.report.rows import read_rows
 
+pytestmark = pytest.mark.usefixtures("brief_timing")
 REPOSITORY = Path(__file__).parents[2]
 SMALL = (Case(1, 2, 9, 4, goal=1.0, goal_training=2.0), Case(2, 2, 3, 4, goal=1.0, goal_training=2.0))
 

@@ -151,6 +151,7 @@ def test_rows_of_table_3_are_read_back(tmp_path):
     assert read_rows(tmp_path / "rows.csv", PaperEdgeRow) == rows
 
 
+@pytest.mark.usefixtures("brief_timing")
 def test_figure_a1_runs_the_same_code_on_a_processor():
     """On a GPU it is the same functions with another device."""
     small = [

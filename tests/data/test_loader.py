@@ -1,10 +1,6 @@
 """Order and augmentation are functions of (seed, step); broken images are reported and replaced."""
 
-import json
-import os
 import random
-import subprocess
-import sys
 import tempfile
 
 import numpy as np
@@ -13,7 +9,7 @@ import torch
 from PIL import Image
 from torch import distributed
 
-from sima_attn._settings import to_dict
+import forked
 from sima_attn.data.cache import Cache, normalise
 from sima_attn.data.loader import (
     BrokenImages,
@@ -27,6 +23,7 @@ from sima_attn.data.loader import (
 from sima_attn.data.settings import Augment
 from sima_attn.data.sources import open_data
 from sima_attn.models.loading import load_model
+from sima_attn.train.classify import train_classifier
 from sima_attn.train.evaluate import evaluate
 from sima_attn.train.logs import read_log
 from small_runs import ALL_ON, class_folders, small_recipe
@@ -173,20 +170,8 @@ def test_too_many_broken_images_are_an_error(folders):
         Cache(source, small_recipe().data, CPU, broken=BrokenImages(source, lambda line: None))
 
 
-TRAIN = """
-import json, sys
-from pathlib import Path
-from sima_attn.train.classify import train_classifier
-from sima_attn.train.recipes import Recipe
-from sima_attn._settings import from_dict
-train_classifier(from_dict(Recipe, json.loads(sys.argv[1])), sys.argv[2], device="cpu")
-threads = [Path(task, "comm").read_text() for task in Path("/proc/self/task").glob("*")]
-assert not [name for name in threads if "gloo" in name], threads  # one left now and again aborted the process at exit
-"""
-
-
 def test_two_processes_name_broken_images_and_evaluate_what_is_saved(tmp_path):
-    """torchrun, gloo. The second process finds the images, and shows nothing itself; its BatchNorm has seen others."""
+    """gloo. The second process finds the images, and shows nothing itself; its BatchNorm has seen others."""
     folders = class_folders(tmp_path / "many", per_class=(52, 51), classes=("a", "b"))
     train, val = open_data(folders), open_data(folders, "val")
     _, _, second = next(batch_indices(train, Share(52, 1, 2), 0, start=0, stop=1))
@@ -196,13 +181,10 @@ def test_two_processes_name_broken_images_and_evaluate_what_is_saved(tmp_path):
     xcit = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
     model = {"name": "sima_xcit_nano_12_p16_224", "kwargs": xcit}
     recipe = small_recipe(folders, epochs=1, model=model, run={"batch": 52, "ema": 0.5})
-    (tmp_path / "train.py").write_text(TRAIN)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    command += [str(tmp_path / "train.py"), json.dumps(to_dict(recipe)), str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr
-    said = [line for line in done.stderr.splitlines() if line.startswith("broken image")]
-    assert [line.split(": ")[1] for line in said] == [str(path) for path in paths], done.stderr
+    log = tmp_path / "log"
+    assert forked.train_in_two(log, train_classifier, recipe, tmp_path / "run") == [0, 0], log.read_text()
+    said = [line for line in log.read_text().splitlines() if line.startswith("broken image")]
+    assert [line.split(": ")[1] for line in said] == [str(path) for path in paths], log.read_text()
     logged = read_log(tmp_path / "run" / "eval.csv")[-1]
     for ema, name in ((False, "loss"), (True, "ema_loss")):
         alone = evaluate(load_model(tmp_path / "run", branch="ema" if ema else None), say=said.append)

@@ -17,6 +17,7 @@ def measured(device):
     return rows
 
 
+@pytest.mark.usefixtures("brief_timing")
 def test_twins_are_measured_side_by_side(tmp_path, monkeypatch):
     monkeypatch.setattr(detect, "DETECTIONS", 1)
     rows = measured("cpu")

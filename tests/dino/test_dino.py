@@ -1,11 +1,8 @@
 """DINO: loss, head, teacher and a whole optimiser step against formulas in NumPy; crops, collapse, crashes."""
 
-import json
 import math
-import os
 import shutil
-import subprocess
-import sys
+import signal
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import forked
 from sima_attn._settings import check, from_dict, to_dict, with_overrides
 from sima_attn.data.augment import HUE, YIQ, blur, jitter_colours, random_boxes, sample_boxes
 from sima_attn.data.crops import CropBatch, CropImage, View, split_views, views
@@ -499,46 +497,6 @@ def test_bf16_and_gradient_checkpointing_train(data, tmp_path):
     assert plain["step"] == 3
 
 
-SCRIPT = """
-import json, os, signal, sys, torch
-from sima_attn.dino.task import Dino, train_dino
-from sima_attn.dino.recipes import DinoRecipe
-from sima_attn._settings import from_dict
-torch.set_num_threads(1)
-
-def train(run, resume):
-    train_dino(from_dict(DinoRecipe, run["recipe"]), run["out"], resume=resume, device="cpu", quiet=True)
-
-def train_and_die(run, step, resume):
-    original = Dino.after_step
-    def after_step(self, made):
-        original(self, made)
-        if made == step:
-            os.kill(os.getpid(), signal.SIGKILL)
-    Dino.after_step = after_step
-    train(run, resume)
-    os._exit(0)
-
-for run in json.loads(sys.argv[1]):
-    for i, step in enumerate(run["deaths"]):
-        child = os.fork()
-        if not child:
-            train_and_die(run, step, resume=i > 0)
-        _, status = os.waitpid(child, 0)
-        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, status
-    train(run, resume=bool(run["deaths"]))
-"""
-
-
-def run_script(tmp_path, runs, launcher=()):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launcher, str(script), json.dumps(runs)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-
-
 def same(a, b):
     """Equal to the last bit, at every depth."""
     if isinstance(a, torch.Tensor):
@@ -570,11 +528,11 @@ def test_killed_and_gone_on_with_equals_never_stopped(data, tmp_path):
         ),
         "cache": small_dino(data, *changes, "data.cache=true", "run.accumulate=2", "distill.token_ref=true"),
     }
-    run_script(
-        tmp_path,
-        [{"recipe": to_dict(r), "out": str(tmp_path / name), "deaths": [5]} for name, r in recipes.items()],
-    )
     for name, recipe in recipes.items():
+        log = tmp_path / "log"
+        died = forked.run(log, forked.train_and_die, train_dino, Dino, 5, recipe, tmp_path / name)
+        assert died == -signal.SIGKILL, log.read_text()
+        train_dino(recipe, tmp_path / name, resume=True, device="cpu", quiet=True)
         _, whole = train(recipe, tmp_path / f"whole-{name}")
         gone_on = load_newest(tmp_path / name / "checkpoints")
         assert whole["step"] == 6
@@ -591,8 +549,8 @@ def test_killed_and_gone_on_with_equals_never_stopped(data, tmp_path):
 
 def test_two_processes_give_the_numbers_of_one(data, tmp_path):
     recipe = small_dino(data, "schedule.epochs=1")
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
-    run_script(tmp_path, [{"recipe": to_dict(recipe), "out": str(tmp_path / "two"), "deaths": []}], launcher)
+    log = tmp_path / "log"
+    assert forked.train_in_two(log, train_dino, recipe, tmp_path / "two", quiet=True) == [0, 0], log.read_text()
     finished, one = train(recipe, tmp_path / "one")
     two = load_newest(tmp_path / "two" / "checkpoints")
     losses = [[float(row["loss"]) for row in read_log(tmp_path / name / "train.csv")] for name in ("one", "two")]

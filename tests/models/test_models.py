@@ -1,8 +1,5 @@
 """Every registered model does what timm's own tests ask of a model."""
 
-import subprocess
-import sys
-
 import pytest
 import timm
 import torch
@@ -10,6 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import sima_attn  # noqa: F401  registers the models
 from closeness import assert_close
+from fresh_imports import run_fresh
 from sima_attn.nn import ATTENTIONS, Attention, SimAttention, SimClassAttention
 from sima_attn.nn.token_ref import sima_modules, tokens_at
 from sima_attn.ops import ExpCounter
@@ -258,12 +256,10 @@ def test_impossible_arguments_are_refused(name, options, message):
         timm.create_model(name, **options)
 
 
-@pytest.mark.parametrize("first", ["timm", "sima_attn"])
-def test_models_are_registered_whichever_is_imported_first(first):
-    second = {"timm": "sima_attn", "sima_attn": "timm"}[first]
+def test_models_are_registered_whichever_is_imported_first():
     # Between the two, somebody asks whether timm is installed, as transformers does.
     asked = "import importlib.util; importlib.util.find_spec('timm')"
-    known = "print('sima_deit_small_patch16_224' in timm.list_models('sima_*'))"
-    code = f"import {first}; {asked}; import {second}; import timm; {known}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.strip() == "True", done.stderr
+    known = "import timm; print('sima_deit_small_patch16_224' in timm.list_models('sima_*'))"
+    orders = (("timm", "sima_attn"), ("sima_attn", "timm"))
+    programs = [f"import {first}; {asked}; import {second}; {known}" for first, second in orders]
+    assert run_fresh(programs) == ["True", "True"]

@@ -2,10 +2,8 @@
 
 import itertools
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import timm
@@ -46,14 +44,22 @@ def test_accumulated_parts_equal_the_whole_batch(data, tmp_path):
         assert torch.allclose(parts["model"][name], weight, atol=2e-4), name
 
 
+TRAIN = """
+import json, sys
+from sima_attn.train.classify import train_classifier
+from sima_attn.train.recipes import Recipe
+from sima_attn._settings import from_dict
+train_classifier(from_dict(Recipe, json.loads(sys.argv[1])), sys.argv[2], device="cpu", quiet=True)
+"""
+
+
 def test_two_processes_give_the_loss_of_one(data, tmp_path):
     """torchrun, gloo; and only the first process writes."""
     recipe = small_recipe(data)
-    arguments = json.dumps([{"recipe": to_dict(recipe), "out": str(tmp_path / "two"), "deaths": []}])
-    script = str(Path(__file__).parent / "killed_run.py")
+    (tmp_path / "train.py").write_text(TRAIN)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, script, arguments], capture_output=True, text=True, env=environment)
+    command += [str(tmp_path / "train.py"), json.dumps(to_dict(recipe)), str(tmp_path / "two")]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     finished, one = train(recipe, tmp_path / "one")
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)

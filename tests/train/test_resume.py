@@ -2,20 +2,17 @@
 
 import contextlib
 import errno
-import json
 import os
 import re
 import shutil
-import subprocess
-import sys
-from pathlib import Path
+import signal
 
 import pytest
 import torch
 
+import forked
 from full_disk import no_file_above
 from sima_attn._files import PREFIX, DiskFullError
-from sima_attn._settings import to_dict
 from sima_attn.detect.recipes import named_recipe
 from sima_attn.detect.task import train_detector
 from sima_attn.dino.recipes import named_dino_recipe
@@ -74,39 +71,24 @@ WAYS = {
     },
 }
 DEATHS = [3, 8]  # with a checkpoint every second step and three steps an epoch
-# What ends a run with which recipe at these steps, and the newest checkpoints after it.
+# The recipe, what ends the run at these steps, its exit code, and the newest checkpoints after it.
 ENDS = {
-    "two workers": ("two workers", "deaths", [2, 6]),
-    "device cache": ("device cache", "deaths", [2, 6]),
-    "SIGTERM": ("two workers", "stops", DEATHS),
+    "two workers": ("two workers", forked.train_and_die, -signal.SIGKILL, [2, 6]),
+    "device cache": ("device cache", forked.train_and_die, -signal.SIGKILL, [2, 6]),
+    "SIGTERM": ("two workers", forked.train_and_stop, 128 + signal.SIGTERM, DEATHS),
 }
 
 
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory):
-    """Runs that end twice and then run to the end: the recipe, the folder, and the newest step after each end."""
-    root = tmp_path_factory.mktemp("killed")
-    data = class_folders(root / "data")
-    recipes = {way: small_recipe(data, **parts) for way, parts in WAYS.items()}
-    runs = [
-        {"recipe": to_dict(recipes[way]), "out": str(root / name), "deaths": [], how: DEATHS}
-        for name, (way, how, _) in ENDS.items()
-    ]
-    script = Path(__file__).parent / "killed_run.py"
-    done = subprocess.run([sys.executable, str(script), json.dumps(runs)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    steps = [int(line) for line in done.stdout.split()]
-    return {
-        name: (recipes[way], RunFolder(root / name), steps[2 * i : 2 * i + 2])
-        for i, (name, (way, _, _)) in enumerate(ENDS.items())
-    }
-
-
 @pytest.mark.parametrize("name", ENDS)
-def test_killed_and_resumed_equals_never_stopped(killed, name, tmp_path):
-    recipe, resumed, newest = killed[name]
-    assert newest == ENDS[name][2]
-    whole = RunFolder(tmp_path / "whole")
+def test_killed_and_resumed_equals_never_stopped(name, tmp_path):
+    way, end, code, newest = ENDS[name]
+    recipe = small_recipe(class_folders(tmp_path / "data"), **WAYS[way])
+    whole, resumed, log = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "resumed"), tmp_path / "log"
+    for i, (step, saved) in enumerate(zip(DEATHS, newest, strict=True)):
+        ended = forked.run(log, end, train_classifier, Classification, step, recipe, resumed.path, resume=i > 0)
+        assert ended == code, log.read_text()
+        assert load_newest(resumed.checkpoints)["step"] == saved
+    train_classifier(recipe, resumed.path, resume=True, device="cpu", quiet=True)
     train_classifier(recipe, whole.path, device="cpu", quiet=True)
     states = [load_newest(folder.checkpoints) for folder in (whole, resumed)]
     assert states[0]["step"] == 9

@@ -1,7 +1,6 @@
 """SIGINT and SIGTERM: the step is finished and saved, a message says how to resume, and the bits are the same."""
 
 import itertools
-import json
 import multiprocessing
 import os
 import shlex
@@ -10,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import typer
@@ -18,8 +16,8 @@ from test_resume import ALL_OF_IT, WAYS, assert_same_state, logged, start_classi
 from typer.testing import CliRunner
 from waiting_run import wait_for_signal
 
+import forked
 from sima_attn import cli
-from sima_attn._settings import to_dict
 from sima_attn.data.workers import leave_signals_to_parent, termination_blocked
 from sima_attn.detect import task
 from sima_attn.dino import task as dino
@@ -83,18 +81,17 @@ def test_stopped_twice_and_resumed_equals_never_stopped(tmp_path, monkeypatch, n
 
 def test_when_one_process_is_signalled_all_stop_after_the_same_step(tmp_path):
     """The one that is not told how to stop is the one that writes; and resuming gives the same bits."""
-    recipe = to_dict(small_recipe(class_folders(tmp_path / "data")))
+    recipe, log = small_recipe(class_folders(tmp_path / "data")), tmp_path / "log"
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    runs = [
-        {"recipe": recipe, "out": str(out), "resume": resume, "stop": step}
-        for out, resume, step in ((whole, False, None), (stopped, False, 2), (stopped, True, None))
-    ]
-    script = str(Path(__file__).parent / "two_processes.py")
-    done = subprocess.run([sys.executable, script, json.dumps(runs)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["0 0", "143 143", "0 0"], done.stderr
-    assert "stopped by SIGTERM after step 3 of 6" in done.stderr  # of step 2, agreed on with the numbers of step 3
-    assert f"resume with: torchrun --nproc-per-node=2 -m sima_attn.cli train --out {stopped} --resume" in done.stderr
+    for out, options, codes in (
+        (whole, {}, [0, 0]),
+        (stopped, {"stop": (Classification, 2)}, [143, 143]),
+        (stopped, {"resume": True}, [0, 0]),
+    ):
+        assert forked.train_in_two(log, train_classifier, recipe, out, **options) == codes, log.read_text()
+    said = log.read_text()
+    assert "stopped by SIGTERM after step 3 of 6" in said  # of step 2, agreed on with the numbers of step 3
+    assert f"resume with: torchrun --nproc-per-node=2 -m sima_attn.cli train --out {stopped} --resume" in said
     assert_same_state(*(load_newest(folder / "checkpoints") for folder in (whole, stopped)))
     assert logged(whole, "train") == logged(stopped, "train")
 

@@ -1,0 +1,117 @@
+"""Training in new processes, which a test may kill, stop, or start in pairs as torchrun does.
+
+They are forked from one clean process per pytest worker that has imported what they need: importing torch and the
+package takes longer than their training.
+"""
+
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import time
+from multiprocessing import connection, forkserver
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+CONTEXT = multiprocessing.get_context("forkserver")
+IMPORTED = ["sima_attn.train.classify", "sima_attn.dino.task", "lightning.fabric", "matplotlib.figure"]
+IMPORTED += ["torch.utils.tensorboard", "sima_attn.train.precision"]
+
+
+def start(log: Path, function, *arguments, **options):
+    """A process that calls the function and writes its output to the end of the log."""
+    CONTEXT.set_forkserver_preload(IMPORTED)
+    # An abstract socket, because the path of a socket has at most 108 characters, and TMPDIR may be longer than that.
+    address = f"\0sima-attn-tests-{os.getpid()}"
+    with mock.patch.object(connection, "arbitrary_address", return_value=address):
+        forkserver.ensure_running()
+    process = CONTEXT.Process(target=_call, args=(str(log), function, arguments, options))
+    process.start()
+    return process
+
+
+def _call(log, function, arguments, options):
+    with open(log, "ab") as file:
+        for output in (1, 2):
+            os.dup2(file.fileno(), output)
+    multiprocessing.set_start_method("fork", force=True)  # for data workers, as in a program of a user
+    torch.set_num_threads(1)
+    function(*arguments, **options)
+
+
+def run(log: Path, function, *arguments, **options) -> int:
+    """The exit code of such a process: minus the number of the signal that ended it."""
+    return _exit_codes([start(log, function, *arguments, **options)])[0]
+
+
+def _exit_codes(processes):
+    try:
+        for process in processes:
+            process.join()
+    finally:
+        for process in processes:
+            process.kill()  # those that a test with a timeout does not wait for
+    return [process.exitcode for process in processes]
+
+
+def train_and_die(train, task, step, *arguments, **options):
+    """Train until a step is made, and then die as of `kill -9`."""
+
+    def die(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    _at_step(task, step, die)
+    train(*arguments, device="cpu", quiet=True, **options)
+
+
+def train_and_stop(train, task, step, *arguments, **options):
+    """Train until a step is made; then the process and its data workers are sent SIGTERM, as torchrun does."""
+
+    def stop(self):
+        # From another process: data workers do what their own parent says.
+        group = str(-os.getpgrp())
+        subprocess.run(["kill", "-TERM", "--", group], start_new_session=True, check=True)
+        time.sleep(0.2)  # for a worker that dies of it
+
+    os.setpgid(0, 0)  # so that the signals reach no other process
+    _at_step(task, step, stop)
+    train(*arguments, device="cpu", quiet=True, **options)
+
+
+def _at_step(task, step, act):
+    after_step = task.after_step
+
+    def after(self, made):
+        after_step(self, made)
+        if made == step:
+            act(self)
+
+    task.after_step = after
+
+
+WORLD = 2
+
+
+def train_in_two(log: Path, train, *arguments, stop=None, **options) -> list[int]:
+    """Train in two processes with torchrun's variables. The exit codes.
+
+    `stop` is (task, step): the step after which the second process, and only that, is sent SIGTERM.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return _exit_codes([start(log, _train_rank, rank, port, stop, train, arguments, options) for rank in range(WORLD)])
+
+
+def _train_rank(rank, port, stop, train, arguments, options):
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": WORLD, "LOCAL_WORLD_SIZE": WORLD}
+    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}
+    os.environ.update({name: str(value) for name, value in {**ranks, **store}.items()})
+    if stop and rank == WORLD - 1:
+        _at_step(*stop, lambda self: os.kill(os.getpid(), signal.SIGTERM))
+    train(*arguments, device="cpu", **options)
+    names = [Path(task, "comm").read_text() for task in Path("/proc/self/task").glob("*")]
+    assert not [name for name in names if "gloo" in name], names  # one left now and again aborted the process at exit
