@@ -149,7 +149,7 @@ def test_the_evaluation_equals_the_two_commands(data, tmp_path):
     source = open_data(data, "val")
     cache = Cache(source, recipe.data, torch.device("cpu"), broken=BrokenImages(source))
     reader = OutputAndLayers(model)
-    output, layers = reader.split(features_of(reader, cache, recipe.data, batch=5))
+    output, layers = reader.split(features_of(reader, cache, batch=5))
     for found, plain in ((output, model), (layers, LayerFeatures(model))):
         expected = extract(plain, source, recipe.data, tmp_path / "features", batch=4)
         assert np.allclose(found.values, expected.values, atol=5e-3)

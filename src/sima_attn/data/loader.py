@@ -235,6 +235,16 @@ def batch_loader(
     )
 
 
+def decoded_batches(
+    samples: Samples, pieces: Iterator[Piece], workers: int, device: torch.device, broken: BrokenImages
+) -> Iterator[Batch]:
+    """Batches of the pieces on the device, decoded by worker processes; broken images are reported."""
+    for images, labels, skipped in batch_loader(samples, pieces, workers, device.type == "cuda"):
+        broken.add(skipped)
+        if len(labels):
+            yield Batch(images.to(device, non_blocking=True), labels.to(device, non_blocking=True))
+
+
 def training_batches(
     source: Source,
     share: Share,
@@ -247,12 +257,10 @@ def training_batches(
     device: torch.device,
     broken: BrokenImages,
 ) -> Iterator[Batch]:
-    """Augmented, normalised batches for the steps from start to stop, decoded by worker processes."""
+    """Augmented, normalised batches for the steps from start to stop."""
     samples = Samples(source, training_transform(data, augment), seed)
     pieces = batch_indices(source, share, seed, start=start, stop=stop, repeats=augment.repeats)
-    for images, labels, skipped in batch_loader(samples, pieces, data.workers, device.type == "cuda"):
-        broken.add(skipped)
-        yield Batch(images.to(device, non_blocking=True), labels.to(device, non_blocking=True))
+    return decoded_batches(samples, pieces, data.workers, device, broken)
 
 
 def evaluation_batches(
@@ -268,10 +276,7 @@ def evaluation_batches(
     """Each image of this process once, resized and center-cropped; broken images are skipped."""
     samples = Samples(source, evaluation_transform(data.preprocessing), seed=None)
     pieces = pieces_in_order(np.arange(rank, len(source), world), batch)
-    for images, labels, skipped in batch_loader(samples, pieces, data.workers, device.type == "cuda"):
-        broken.add(skipped)
-        if len(labels):
-            yield Batch(images.to(device, non_blocking=True), labels.to(device, non_blocking=True))
+    return decoded_batches(samples, pieces, data.workers, device, broken)
 
 
 def training_transform(data: Data, augment: Augment) -> Callable[[Any], Tensor]:

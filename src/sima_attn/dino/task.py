@@ -29,7 +29,7 @@ from sima_attn.data.loader import (
     Samples,
     Share,
     batch_indices,
-    batch_loader,
+    decoded_batches,
     seed_everything,
     steps_per_epoch,
 )
@@ -263,15 +263,9 @@ class Dino(Task):
         seed, data = self.recipe.run.seed, self.recipe.data
         if self.cache is not None:
             return (images for images, _ in self.cache.batches(self.share, seed, start=start, stop=stop))
-        crop = CropImage(self.recipe.crops, data.size, data.interpolation)
-        return self._decoded(Samples(self.source, crop, seed), start, stop)
-
-    def _decoded(self, samples: Samples, start: int, stop: int) -> Iterator[Tensor]:
-        device = self.fabric.device
-        pieces = batch_indices(self.source, self.share, self.recipe.run.seed, start=start, stop=stop)
-        for rows, _, passed in batch_loader(samples, pieces, self.recipe.data.workers, device.type == "cuda"):
-            self.broken.add(passed)
-            yield rows.to(device, non_blocking=True)
+        samples = Samples(self.source, CropImage(self.recipe.crops, data.size, data.interpolation), seed)
+        pieces = batch_indices(self.source, self.share, seed, start=start, stop=stop)
+        return (rows for rows, _ in decoded_batches(samples, pieces, data.workers, self.fabric.device, self.broken))
 
     def prepare(self, batch: Tensor) -> list[Tensor]:
         """Normalised views of a batch: global ones [G * B, 3, S, S], then local ones [(V - G) * B, 3, s, s]."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from sima_attn._errors import unknown_name
 from sima_attn._files import DiskFullError, disk_full_reason
 from sima_attn._settings import check_value, from_dict
-from sima_attn.data.cache import Cache, normalise
+from sima_attn.data.cache import Cache
 from sima_attn.data.images import READER_VERSION
 from sima_attn.data.loader import BrokenImages, evaluation_batches, seed_everything
 from sima_attn.data.settings import Data
@@ -180,7 +180,6 @@ class OutputAndLayers(nn.Module):
 def features_of(
     model: nn.Module,
     cache: Cache,
-    data: Data,
     *,
     batch: int = 512,
     device: str = "cpu",
@@ -191,7 +190,7 @@ def features_of(
     parts, labels, done = [], [], 0
     indices = np.flatnonzero(cache.good)
     for images, numbers in cache.evaluation_batches(batch):
-        parts.append(model(normalise(images.float() / 255, data)).half())
+        parts.append(model(images).half())
         labels.append(numbers)
         done += len(numbers)
         on_step(done, len(indices))

@@ -190,7 +190,7 @@ def evaluate_features(
     """k-NN and linear accuracy of the frozen features of decoded images, both from one pass over them."""
     reader = OutputAndLayers(backbone)
     train, val = (
-        features_of(reader, decoded[split], data, device=device, on_step=counter(f"features of {split}"))
+        features_of(reader, decoded[split], device=device, on_step=counter(f"features of {split}"))
         for split in ("train", "val")
     )
     (bank, bank_layers), (queries, query_layers) = (reader.split(features) for features in (train, val))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sima_attn._settings import to_dict
 from sima_attn.data.augment import augment_batch, erase
-from sima_attn.data.cache import Cache, normalise
+from sima_attn.data.cache import Decoded, decode_once, normalise
 from sima_attn.data.loader import (
     Batch,
     BrokenImages,
@@ -71,10 +71,9 @@ class Classification(Task):
         self.broken, self.broken_val = BrokenImages(self.source, progress.say), BrokenImages(self.val, progress.say)
         self.cache = self.val_cache = None
         if recipe.data.cache:
-            self.cache, self.val_cache = (
-                Cache(source, recipe.data, fabric.device, broken=broken, on_step=progress.counter(f"decoding {what}"))
-                for source, broken, what in ((self.source, self.broken, "train"), (self.val, self.broken_val, "val"))
-            )
+            decoded: Decoded = {}
+            self.cache = decode_once(decoded, "train", self.source, recipe.data, fabric.device, progress)
+            self.val_cache = decode_once(decoded, "val", self.val, recipe.data, fabric.device, progress)
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
         """Batches of this process."""
@@ -123,17 +122,13 @@ class Classification(Task):
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """top1 and top5 in percent, and the loss, over all processes."""
         share = self.share
-        batch = max(share.piece, 1)
         if self.val_cache is not None:
-            batches = (
-                Batch(normalise(images.float() / 255, self.recipe.data), labels)
-                for images, labels in self.val_cache.evaluation_batches(batch, share.rank, share.world)
-            )
+            batches = self.val_cache.evaluation_batches(share.piece, share.rank, share.world)
         else:
-            batches = evaluation_batches(  # type: ignore[assignment]
+            batches = evaluation_batches(
                 self.val,
                 self.recipe.data,
-                batch,
+                share.piece,
                 device=self.fabric.device,
                 broken=self.broken_val,
                 rank=share.rank,
@@ -154,7 +149,6 @@ def count_correct(
     model: nn.Module, batches: Iterator[Batch], autocast: Callable[[], Any] = contextlib.nullcontext
 ) -> Tensor:
     """[right at first, right among five, summed loss, images], float64."""
-    was_training = model.training
     model.eval()
     totals = torch.zeros(4, dtype=torch.float64)
     with torch.no_grad():
@@ -167,7 +161,6 @@ def count_correct(
             loss = F.cross_entropy(logits, labels, reduction="sum")
             numbers = torch.stack([hits[:, 0].sum(), hits.sum(), loss, loss.new_tensor(len(labels))])
             totals += numbers.double().cpu()
-    model.train(was_training)
     return totals
 
 
