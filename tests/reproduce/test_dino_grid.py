@@ -19,7 +19,7 @@ from sima_attn.data.sources import open_data
 from sima_attn.dino.recipes import named_dino_recipe
 from sima_attn.dino.task import Dino
 from sima_attn.models.building import build_model
-from sima_attn.probe.features import LayerFeatures, OutputAndLayers, extract, features_of, with_workers
+from sima_attn.probe.features import LayerFeatures, extract, features_of, with_workers
 from sima_attn.report.rows import read_rows
 from sima_attn.reproduce import dino, dino_report
 from sima_attn.reproduce.dino import (
@@ -143,15 +143,14 @@ def test_a_run_writes_rows_is_not_made_twice_and_is_resumed(data, tmp_path, monk
 
 
 def test_the_evaluation_equals_the_two_commands(data, tmp_path):
-    """Decoded images and one pass give the features that `extract` takes from files, one kind at a time."""
+    """Decoded images give the features that `extract` takes from files."""
     recipe = dino_recipe(SIMA, data, False)
     model = build_model(recipe.model, 0).eval()
     source = open_data(data, "val")
     cache = Cache(source, recipe.data, torch.device("cpu"), broken=BrokenImages(source))
-    reader = OutputAndLayers(model)
-    output, layers = reader.split(features_of(reader, cache, batch=5))
-    for found, plain in ((output, model), (layers, LayerFeatures(model))):
-        expected = extract(plain, source, recipe.data, tmp_path / "features", batch=4)
+    for reader in (model, LayerFeatures(model)):
+        found = features_of(reader, cache, batch=5)
+        expected = extract(reader, source, recipe.data, tmp_path / "features", batch=4)
         assert np.allclose(found.values, expected.values, atol=5e-3)
         assert np.array_equal(found.labels, expected.labels)
         assert np.array_equal(found.indices, expected.indices)

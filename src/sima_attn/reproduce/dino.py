@@ -16,12 +16,11 @@ from torch import nn
 from sima_attn._settings import with_overrides
 from sima_attn.data.cache import decode_once
 from sima_attn.data.loader import seed_everything
-from sima_attn.data.settings import Data
 from sima_attn.data.sources import open_data
 from sima_attn.dino import recipes as dino_recipes
 from sima_attn.dino.recipes import DinoRecipe
 from sima_attn.dino.task import build_backbone, train_dino
-from sima_attn.probe.features import OutputAndLayers, features_of, load_backbone
+from sima_attn.probe.features import Features, LayerFeatures, features_of, load_backbone
 from sima_attn.probe.knn import knn_accuracy
 from sima_attn.probe.linear import train_linear
 from sima_attn.probe.settings import Probe
@@ -182,24 +181,24 @@ class FeatureScores(NamedTuple):
 def evaluate_features(
     backbone: nn.Module,
     decoded: dict[str, Any],
-    data: Data,
     probe: Probe,
     device: str,
     counter: Callable[[str], Callable[[int, int], None]],
 ) -> FeatureScores:
-    """k-NN and linear accuracy of the frozen features of decoded images, both from one pass over them."""
-    reader = OutputAndLayers(backbone)
-    train, val = (
-        features_of(reader, decoded[split], device=device, on_step=counter(f"features of {split}"))
-        for split in ("train", "val")
-    )
-    (bank, bank_layers), (queries, query_layers) = (reader.split(features) for features in (train, val))
+    """k-NN accuracy of the output of a backbone, and linear accuracy of its last layers, for decoded images."""
+
+    def features(reader: nn.Module, what: str) -> list[Features]:
+        splits = ("train", "val")
+        return [features_of(reader, decoded[s], device=device, on_step=counter(f"{what} of {s}")) for s in splits]
+
+    bank, queries = features(backbone, "output")
+    bank_layers, query_layers = features(LayerFeatures(backbone), "layers")
     found = knn_accuracy(
         queries.values,
         queries.labels,
         bank.values,
         bank.labels,
-        classes=len(train.classes),
+        classes=len(bank.classes),
         k=[probe.k],
         temperature=probe.temperature,
         device=device,
@@ -231,7 +230,7 @@ def rows(job: Job, status: str, metrics: dict[str, float]) -> dict[str, list[Any
             for split in ("train", "val"):
                 source = open_data(recipe.data.path, split)
                 decode_once(job.decoded, split, source, recipe.data, torch.device(job.device), progress)
-            scores = evaluate_features(backbone, job.decoded, recipe.data, recipe.probe, job.device, progress.counter)
+            scores = evaluate_features(backbone, job.decoded, recipe.probe, job.device, progress.counter)
     else:
         backbone = build_backbone(recipe)
     result = DinoResultRow(
