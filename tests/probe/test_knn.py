@@ -378,7 +378,7 @@ def test_the_command_prints_rows_and_draws(run, tmp_path, monkeypatch):
     assert titles == [f"Nearest neighbours under {run.name}", f"Features of {run.name}, pca"], "no path of a machine"
     monkeypatch.setattr(features_module, "_write_features", None)  # a second time nothing is taken
     assert "100" in sima("knn", run, *kept).output
-    assert len(list((tmp_path / "features").iterdir())) == 2
+    assert len(list((tmp_path / "features").iterdir())) == 4
 
 
 @pytest.mark.parametrize(
