@@ -118,14 +118,6 @@ def make_upright(image: Image) -> Image:
     return image
 
 
-def stored_size(path: str | Path) -> tuple[int, int]:
-    """(width, height) of an image file as stored, without its EXIF orientation."""
-    from PIL import Image
-
-    with Image.open(path) as image:
-        return image.size
-
-
 def cut_ends(image: Image) -> Image:
     """Crop a very long image to its middle, before a transform that resizes and center-crops it.
 

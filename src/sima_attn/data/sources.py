@@ -106,13 +106,14 @@ def check_same_names(one: str | Path, names: Sequence[str], other: str | Path, o
     """Raise ValueError unless two lists of classes, of `one` and of `other`, are the same."""
     if list(names) == list(others):
         return
-    parts = [f"{one} has {len(names)} classes, {other} {len(others)}"]
+    parts = []
     for place, mine, theirs in ((one, names, set(others)), (other, others, set(names))):
         only = [name for name in mine if name not in theirs]
         parts += [f"only in {place}: {few_of(only)}"] * bool(only)
-    if len(parts) == 1:
-        parts.append("the same names in another order")
-    raise ValueError(f"the classes of {one} and {other} differ: {'; '.join(parts)}; make them the same")
+    raise ValueError(
+        f"the classes of {one} ({len(names)}) and {other} ({len(others)}) differ: "
+        f"{'; '.join(parts) or 'the same names in another order'}. They must be the same"
+    )
 
 
 def few_of(names: Sequence[str]) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sima_attn._files import atomic_write
 from sima_attn.data.images import check_not_over, open_photos, to_rgb, unique_name
+from sima_attn.detect.coco import encode_mask
 from sima_attn.detect.mask_rcnn import SimaMaskRCNN
 from sima_attn.detect.weights import LoadedDetector
 
@@ -131,19 +132,16 @@ def colour(label: int) -> tuple[int, int, int]:
 
 def as_json(path: Path, image: Image.Image, found: Detections, classes: Sequence[str]) -> dict[str, Any]:
     """The detections on a photo as plain values, with masks as COCO's run-length codes."""
-    from pycocotools import mask
-
     objects = []
     for i, (box, label, score) in enumerate(
         zip(found.boxes.tolist(), found.labels.tolist(), found.scores.tolist(), strict=True)
     ):
-        code = mask.encode(np.asfortranarray(found.mask_at(i, image.size).astype(np.uint8)))
         objects.append(
             {
                 "class": classes[label - 1],
                 "score": round(score, 4),
                 "box": [round(x, 1) for x in box],  # x0, y0, x1, y1
-                "mask": {"size": list(code["size"]), "counts": code["counts"].decode("ascii")},
+                "mask": encode_mask(found.mask_at(i, image.size).astype(np.uint8)),
             }
         )
     return {"photo": str(path), "width": image.width, "height": image.height, "objects": objects}

@@ -26,7 +26,7 @@ from sima_attn.data.loader import (
     seed_everything,
     steps_per_epoch,
 )
-from sima_attn.data.sources import few_of
+from sima_attn.data.sources import check_same_names
 from sima_attn.detect.coco import CocoData, CocoScores, check_pycocotools, coco_scores, open_coco, to_results
 from sima_attn.detect.mask_rcnn import Target
 from sima_attn.detect.predict import to_tensor
@@ -73,7 +73,7 @@ class Detection(Task):
         self.data = open_coco(data.path, data.train_split, progress.say).only_trainable()
         self.evaluated = {split: open_coco(data.path, split, progress.say) for split in data.eval_splits}
         for other in self.evaluated.values():
-            check_same_categories(self.data, other)
+            check_same_names(self.data.file, self.data.category_names, other.file, other.category_names)
         self.share = Share(recipe.run.batch, fabric.global_rank, fabric.world_size, recipe.run.accumulate)
         self.steps_per_epoch = steps_per_epoch(self.data, self.share)
         seed_everything(recipe.run.seed)
@@ -144,13 +144,6 @@ class Detection(Task):
         return metrics[0]
 
 
-def check_same_categories(train: CocoData, val: CocoData) -> None:
-    """Raise ValueError unless both splits have the same categories."""
-    if train.categories_by_id != val.categories_by_id:
-        differ = sorted(set(train.categories_by_id.items()) ^ set(val.categories_by_id.items()))
-        raise ValueError(f"{train.file} and {val.file} have different categories: {differ[:3]}; make them the same")
-
-
 @torch.no_grad()
 def predict_results(
     model: nn.Module,
@@ -168,7 +161,6 @@ def predict_results(
     """Results in COCO's format, and the ids of the images, of this process; broken images are reported and skipped."""
     check_pycocotools()
     broken = BrokenImages(data, say)
-    was_training = model.training
     model.eval()
     pieces = list(pieces_in_order(np.arange(rank, len(data), world), batch))
     samples, pin = EvaluationSamples(data, to_tensor, seed=None), device.type == "cuda"
@@ -183,7 +175,6 @@ def predict_results(
                 seen.append(data.images[index]["id"])
         on_step(done, len(pieces))
     broken.gather()
-    model.train(was_training)
     return results, seen
 
 
@@ -208,11 +199,7 @@ def evaluate_detector(
 ) -> EvalResult:
     """AP of a detector that was trained on these classes, on a split of a folder in COCO's format."""
     data = open_coco(path, split, say)
-    if data.classes != list(classes):
-        raise ValueError(
-            f"the classes differ: the model was trained on {len(classes)} ({few_of(classes)}), {data.file} has "
-            f"{len(data.classes)} ({few_of(data.classes)})"
-        )
+    check_same_names("the model", classes, data.file, data.classes)
     where = torch.device(device)
     results, seen = predict_results(
         model.to(where), data, batch=batch, workers=workers, device=where, say=say, on_step=on_step

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from sima_attn._files import atomic_write
 from sima_attn.data.loader import Batch, BrokenImages, evaluation_batches
 from sima_attn.data.settings import Data
-from sima_attn.data.sources import Source, few_of, open_data
+from sima_attn.data.sources import Source, check_same_names, open_data
 from sima_attn.models.loading import LoadedModel
 from sima_attn.nn.token_ref import trained_at
 from sima_attn.report.rows import today
@@ -138,16 +138,8 @@ def evaluate(
 
 
 def _check_classes(loaded: LoadedModel, source: Source, model: nn.Module) -> None:
-    if loaded.classes is not None and loaded.classes != source.classes:
-        ours, theirs = loaded.classes, source.classes
-        missing, foreign = [c for c in ours if c not in set(theirs)], [c for c in theirs if c not in set(ours)]
-        parts = [f"only the model has {few_of(missing)}"] if missing else []
-        parts += [f"only the data have {few_of(foreign)}"] if foreign else []
-        raise ValueError(
-            f"the model was trained on {len(ours)} classes, these data have {len(theirs)}: "
-            f"{'; '.join(parts) or 'the same names in another order'}. The numbers would mean nothing; evaluate it on "
-            "data with its classes"
-        )
+    if loaded.classes is not None:
+        check_same_names("the model", loaded.classes, "the data", source.classes)
     if getattr(model, "num_classes", len(source.classes)) != len(source.classes):
         raise ValueError(f"the model has {model.num_classes} classes, the data have {len(source.classes)}")
 
