@@ -113,9 +113,11 @@ def start_fabric(device: str, precision: str) -> Fabric:
     """Launch Fabric on "auto", "cpu" or "cuda"; under torchrun, as one of its processes."""
     # Imported here so that evaluation and prediction work without lightning.
     from lightning.fabric import Fabric
-    from lightning.fabric.plugins.precision import Precision
+    from lightning.fabric.plugins.precision import MixedPrecision, Precision
 
-    from sima_attn.train.precision import Autocast
+    class Autocast(MixedPrecision):
+        def convert_input(self, data: Any) -> Any:  # Fabric would round inputs, too, even the coordinates of boxes
+            return data
 
     device = resolve_device(device)
     if precision == "fp16" and device == "cpu":
@@ -227,6 +229,9 @@ class TrainingLoop:
         if fabric.world_size > 1 and fabric.device.type == "cuda":
             task.model = nn.SyncBatchNorm.convert_sync_batchnorm(task.model)  # as in the authors' code
         lr = self.optim.lr_at(self.run.batch)
+        # The fused kernel does not clip gradients of fp16, which must be unscaled first.
+        fused = self.optim.name == "adamw" and fabric.device.type == "cuda" and self.run.precision != "fp16"
+        options: dict[str, Any] = {"fused": True} if fused else {}
         optimizer = create_optimizer_v2(
             task.parameter_groups(self.optim.weight_decay),
             opt=self.optim.name,
@@ -234,7 +239,7 @@ class TrainingLoop:
             weight_decay=self.optim.weight_decay,
             betas=self.optim.betas,
             eps=self.optim.eps,
-            **_fused_option(self.optim.name, self.run.precision, fabric.device),
+            **options,
         )
         self.scheduler = learning_rates(optimizer, self.schedule, lr, task.steps_per_epoch)
         task.model.to(fabric.device)
@@ -313,8 +318,7 @@ class TrainingLoop:
             self.save()  # a run that fails in its first steps has a checkpoint, too
         first = self.fabric.is_global_zero
         self.logs = {name: CsvLog(self.folder.path / f"{name}.csv", self.step) for name in ("train", "eval") if first}
-        board = TensorBoard(self.folder.path / "tensorboard", self.step) if first else None
-        self.board = board
+        self.board = TensorBoard(self.folder.path / "tensorboard", self.step) if first else None
         self.started = self.saved_at = self.logged_at = time.monotonic()
         self.timed_from = self.step
         self.progress.start(self.step, self.total)
@@ -324,8 +328,8 @@ class TrainingLoop:
                 self.make_steps()
         finally:
             del self.model  # DDP's wrapper holds the process group, which must be destroyed before the process exits
-            if board is not None:
-                board.close()
+            if self.board is not None:
+                self.board.close()
         return RunSummary(
             self.metrics, self.ema.module if self.ema else None, self.total, time.monotonic() - self.started
         )
@@ -497,11 +501,6 @@ class TrainingLoop:
             f"Earlier checkpoints are in {self.folder.checkpoints}; try a lower optim.lr, optim.clip or "
             "run.precision=fp32"
         )
-
-
-def _fused_option(name: str, precision: str, device: torch.device) -> dict[str, Any]:
-    """Use the fused AdamW kernel on a GPU, except with fp16, where gradients must be unscaled before clipping."""
-    return {"fused": True} if name == "adamw" and device.type == "cuda" and precision != "fp16" else {}
 
 
 def first_non_finite(model: nn.Module, forward: Callable[[], Any]) -> tuple[Any, str]:
