@@ -271,14 +271,14 @@ def test_features_that_fail_leave_nothing_behind(tmp_path):
 
 def test_two_commands_may_take_the_same_features(tmp_path, monkeypatch):
     source = open_data(class_folders(tmp_path / "data", per_class=(2, 1)), "train")
-    kept, write = tmp_path / "features", features_module._write_features
+    kept, rows = tmp_path / "features", features_module._rows
 
     def another_is_faster(*arguments):
-        monkeypatch.setattr(features_module, "_write_features", write)
+        monkeypatch.setattr(features_module, "_rows", rows)
         extract(Counting(), source, DATA, kept)
-        return write(*arguments)
+        return rows(*arguments)
 
-    monkeypatch.setattr(features_module, "_write_features", another_is_faster)
+    monkeypatch.setattr(features_module, "_rows", another_is_faster)
     assert len(extract(Counting(), source, DATA, kept).values) == 6
     assert not list(kept.glob(".*"))
 
@@ -376,7 +376,7 @@ def test_the_command_prints_rows_and_draws(run, tmp_path, monkeypatch):
     assert (tmp_path / "near.png").is_file()
     assert (tmp_path / "map.png").is_file()
     assert titles == [f"Nearest neighbours under {run.name}", f"Features of {run.name}, pca"], "no path of a machine"
-    monkeypatch.setattr(features_module, "_write_features", None)  # a second time nothing is taken
+    monkeypatch.setattr(features_module, "_rows", None)  # a second time nothing is taken
     assert "100" in sima("knn", run, *kept).output
     assert len(list((tmp_path / "features").iterdir())) == 4
 

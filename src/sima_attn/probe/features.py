@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
@@ -21,7 +21,7 @@ from sima_attn._files import atomic_write
 from sima_attn._settings import check_value, from_dict
 from sima_attn.data.cache import Cache
 from sima_attn.data.images import READER_VERSION
-from sima_attn.data.loader import BrokenImages, evaluation_batches, seed_everything
+from sima_attn.data.loader import Batch, BrokenImages, evaluation_batches, seed_everything
 from sima_attn.data.settings import Data
 from sima_attn.data.sources import Source
 from sima_attn.models.loading import load_model
@@ -106,6 +106,9 @@ class LayerFeatures(nn.Module):
         super().__init__()
         self.model, self.norm = model, norm
         inner: Any = model
+        last_norms = [getattr(model, name, None) if norm else None for name in ("norm", "fc_norm")]
+        # timm's ViTs that average have their last norm after pooling; elsewhere one of the two is the identity.
+        self.token_norm, self.pooled_norm = (last or nn.Identity() for last in last_norms)
         self.class_blocks = list(getattr(inner, "cls_attn_blocks", []))
         stages = getattr(inner, "stages", None)
         blocks = getattr(stages[-1] if stages else inner, "blocks", None)  # CvT's class token is in its last stage
@@ -134,26 +137,34 @@ class LayerFeatures(nn.Module):
         finally:
             for hook in hooks:
                 hook.remove()
-        tokens = [self._normed(seen[block]) for block in wanted]
+        tokens = [self.token_norm(seen[block]) for block in wanted]
         if self.class_blocks:
             parts = [x.mean(1) for x in tokens[: self.layers]] + [x[:, 0] for x in tokens[self.layers :]]
         elif self.prefix:
             parts = [x[:, 0] for x in tokens] + [tokens[-1][:, self.prefix :].mean(1)]
         else:
             parts = [x.mean(1) for x in tokens]
-        return torch.cat([self._normed_after_pooling(part) for part in parts], dim=1)  # [B, W]
-
-    def _normed(self, tokens: Tensor) -> Tensor:
-        norm: Any = getattr(self.model, "norm", None)
-        return norm(tokens) if self.norm and norm is not None else tokens
-
-    def _normed_after_pooling(self, pooled: Tensor) -> Tensor:
-        """timm's ViTs that average have their last norm here; elsewhere it is the identity."""
-        norm: Any = getattr(self.model, "fc_norm", None)
-        return norm(pooled) if self.norm and norm is not None else pooled
+        return torch.cat([self.pooled_norm(part) for part in parts], dim=1)  # [B, W]
 
 
 @torch.no_grad()
+def _rows(model: nn.Module, batches: Iterator[Batch], device: str, dtype: str) -> Iterator[np.ndarray]:
+    """The features of each batch [B, W]; raises where they are not finite."""
+    model = model.to(device).eval()
+    for images, _ in batches:
+        features = model(images).float()
+        if features.dim() != 2:
+            raise ValueError(
+                f"the model returns features of shape {tuple(features.shape)}; one vector per image is needed"
+            )
+        with np.errstate(over="ignore"):  # reported below
+            rows = features.cpu().numpy().astype(dtype)
+        if not np.isfinite(rows).all():
+            remedy = "use --dtype float32" if features.isfinite().all() else "the weights or the images are not"
+            raise ValueError(f"features of {type(model).__name__} are not finite in {dtype}; {remedy}")
+        yield rows
+
+
 def features_of(
     model: nn.Module,
     cache: Cache,
@@ -163,18 +174,13 @@ def features_of(
     on_step: Callable[[int, int], None] = lambda done, total: None,
 ) -> Features:
     """Features of decoded images, in memory and in half precision; nothing is written to disk."""
-    model = model.to(device).eval()
-    parts, labels, done = [], [], 0
     indices = np.flatnonzero(cache.good)
-    for images, numbers in cache.evaluation_batches(batch):
-        parts.append(model(images).half())
-        labels.append(numbers)
-        done += len(numbers)
+    parts, done = [], 0
+    for rows in _rows(model, cache.evaluation_batches(batch), device, "float16"):
+        parts.append(rows)
+        done += len(rows)
         on_step(done, len(indices))
-    values = torch.cat(parts)
-    if not torch.isfinite(values).all():
-        raise ValueError(f"features of {type(model).__name__} are not finite in half precision")
-    return Features(values.cpu().numpy(), torch.cat(labels).cpu().numpy(), indices, cache.source.classes)
+    return Features(np.concatenate(parts), cache.source.labels[indices], indices, cache.source.classes)
 
 
 def extract(
@@ -202,55 +208,24 @@ def extract(
     key = key_of(model, source, data, f"{about} {dtype}")
     kept, kept_indices = folder / f"{key}.npy", folder / f"{key}-indices.npy"
     if not kept.is_file():
-        with atomic_write(kept) as temporary:
-            indices = _write_features(
-                temporary, model, source, data, np.dtype(dtype), batch, torch.device(device), say, on_step
-            )
+        broken, done = BrokenImages(source, say), 0
+        batches = evaluation_batches(source, data, batch, device=torch.device(device), broken=broken)
+        # Written, not mapped: on a full disk writing raises an error, a write to mapped memory kills the process.
+        with atomic_write(kept) as temporary, open(temporary, "wb") as file:
+            for rows in _rows(model, batches, device, dtype):
+                if not done:
+                    _write_header(file, rows.dtype, len(source), rows.shape[1])
+                file.write(rows.tobytes())
+                done += len(rows)
+                on_step(done + len(broken.found), len(source))
+            if not done:
+                raise ValueError(f"none of the {len(source)} images can be read")
+            file.seek(0)
+            _write_header(file, rows.dtype, done, rows.shape[1])  # as long as the first: numpy pads the number of rows
             with atomic_write(kept_indices) as other:
-                np.save(other, indices)
+                np.save(other, np.setdiff1d(np.arange(len(source)), sorted(broken.found)))
     indices = np.load(kept_indices)
     return Features(np.load(kept, mmap_mode="r"), source.labels[indices], indices, source.classes)
-
-
-@torch.no_grad()
-def _write_features(
-    path: Path,
-    model: nn.Module,
-    source: Source,
-    data: Data,
-    dtype: np.dtype,
-    batch: int,
-    device: torch.device,
-    say: Callable[[str], None],
-    on_step: Callable[[int, int], None],
-) -> np.ndarray:
-    """Write the features of all readable images to a .npy file; the indices of these images."""
-    model = model.to(device).eval()
-    broken = BrokenImages(source, say)
-    done = 0
-    # Written, not mapped: on a full disk writing raises an error, a write to mapped memory kills the process.
-    with open(path, "wb") as file:
-        for images, _ in evaluation_batches(source, data, batch, device=device, broken=broken):
-            features = model(images).float()
-            if features.dim() != 2:
-                raise ValueError(
-                    f"the model returns features of shape {tuple(features.shape)}; one vector per image is needed"
-                )
-            with np.errstate(over="ignore"):  # reported below
-                rows = features.cpu().numpy().astype(dtype)
-            if not np.isfinite(rows).all():
-                remedy = "use --dtype float32" if features.isfinite().all() else "the weights or the images are not"
-                raise ValueError(f"features of images {done} to {done + len(rows)} are not finite in {dtype}; {remedy}")
-            if not done:
-                _write_header(file, dtype, len(source), rows.shape[1])
-            file.write(rows.tobytes())
-            done += len(rows)
-            on_step(done + len(broken.found), len(source))
-        if not done:
-            raise ValueError(f"none of the {len(source)} images can be read")
-        file.seek(0)
-        _write_header(file, dtype, done, rows.shape[1])  # as long as the first one: numpy pads the number of rows
-    return np.setdiff1d(np.arange(len(source)), sorted(broken.found))
 
 
 def _write_header(file: IO[bytes], dtype: np.dtype, images: int, width: int) -> None:
