@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from sima_attn.data.images import cut_ends
 from sima_attn.data.settings import Augment, Data
 from sima_attn.data.sources import ImageSource, Source
-from sima_attn.data.workers import Loader, useful_workers
+from sima_attn.data.workers import Loader
 from sima_attn.models.preprocessing import Preprocessing
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ def batch_loader(
     return Loader(
         samples,
         batch_sampler=keys,
-        num_workers=useful_workers(workers),
+        num_workers=workers,
         collate_fn=collate,
         pin_memory=pin,
         generator=torch.Generator().manual_seed(0),

@@ -378,10 +378,7 @@ class Digits(Source):
                 "the digits need scikit-learn, which is not installed: pip install 'sima-attn[data]'"
             ) from None
         images, labels = load_digits(return_X_y=True)
-        rank = np.empty(len(labels), dtype=int)  # position of each sample within its class
-        for label in range(10):
-            mine = np.flatnonzero(labels == label)
-            rank[mine] = np.arange(len(mine))
+        rank = np.array([np.count_nonzero(labels[:i] == label) for i, label in enumerate(labels)])  # within its class
         chosen = np.flatnonzero((rank % 5 == 4) == (split == "val"))
         self.images = (images[chosen] * (255 / 16)).round().astype(np.uint8).reshape(-1, 8, 8)
         self.labels = labels[chosen].astype(np.int64)

@@ -102,8 +102,6 @@ class Branch(nn.Module):
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute the backbone's blocks in the backward pass to save memory."""
-        if not hasattr(self.backbone, "set_grad_checkpointing"):
-            raise ValueError(f"{type(self.backbone).__name__} does not support run.grad_checkpointing; set it to false")
         self.backbone.set_grad_checkpointing(enable)  # type: ignore[operator]
 
 
@@ -178,12 +176,6 @@ def teacher_temperature(distill: Distill, epoch: int) -> float:
     return distill.teacher_temp_start + (distill.teacher_temp - distill.teacher_temp_start) * epoch / max(epochs - 1, 1)
 
 
-@torch.no_grad()
-def move_teacher(teacher: list[Tensor], student: list[Tensor], momentum: float) -> None:
-    """teacher <- momentum * teacher + (1 - momentum) * student, for parameters; the teacher keeps its own buffers."""
-    torch._foreach_lerp_(teacher, student, 1 - momentum)
-
-
 def build_backbone(recipe: DinoRecipe) -> nn.Module:
     """The model of a recipe without classifier: images -> features [B, C]."""
     model = build_model(recipe.model, 0)
@@ -193,18 +185,16 @@ def build_backbone(recipe: DinoRecipe) -> nn.Module:
 
 def check_takes_crops(model: nn.Module, recipe: DinoRecipe) -> int:
     """Channels of the features; raise if the model does not support the size of a crop."""
-    width = 0
-    sizes = [recipe.data.size, *([recipe.crops.local_size] if recipe.crops.local_count else [])]
-    for size in dict.fromkeys(sizes):
-        hint = "timm's ViTs need model.kwargs.dynamic_img_size=true; crops.local_size is the side of the local crops"
-        features = output_at(model, size, hint)
-        if features.dim() != 2:
-            raise ValueError(
-                f"{recipe.model.name} gives features of shape {tuple(features.shape)}, but DINO needs one vector per "
-                "image; set model.kwargs.global_pool"
-            )
-        width = features.shape[1]
-    return width
+    hint = "timm's ViTs need model.kwargs.dynamic_img_size=true; crops.local_size is the side of the local crops"
+    if recipe.crops.local_count:
+        output_at(model, recipe.crops.local_size, hint)
+    features = output_at(model, recipe.data.size, hint)
+    if features.dim() != 2:
+        raise ValueError(
+            f"{recipe.model.name} gives features of shape {tuple(features.shape)}, but DINO needs one vector per "
+            "image; set model.kwargs.global_pool"
+        )
+    return features.shape[1]
 
 
 class Dino(Task):
@@ -221,8 +211,7 @@ class Dino(Task):
         self.source = open_data(recipe.data.path, "train", labelled=recipe.probe.bank > 0)
         self.classes = self.source.classes
         self.share = Share(recipe.run.batch, fabric.global_rank, fabric.world_size, recipe.run.accumulate)
-        images = recipe.run.batch // (fabric.world_size * recipe.run.accumulate)
-        if images * recipe.crops.global_count < 2:
+        if self.share.piece * recipe.crops.global_count < 2:
             raise ValueError(
                 "the teacher needs at least two global crops per pass to detect a collapse: increase run.batch or "
                 "crops.global_count, or decrease run.accumulate"
@@ -322,7 +311,8 @@ class Dino(Task):
     def after_step(self, step: int) -> None:
         """Update teacher and centre; stop the run if the teacher has collapsed."""
         momentum = cosine(self.recipe.distill.momentum, 1.0, step - 1, self.total)
-        move_teacher(self.teacher_parameters, self.student_parameters, momentum)
+        with torch.no_grad():  # parameters alone: the teacher keeps its own buffers
+            torch._foreach_lerp_(self.teacher_parameters, self.student_parameters, 1 - momentum)
         if self.cache is None and step % self.recipe.run.log_steps == 0:
             self.broken.gather()
         means = self.teacher_sums / self.recipe.run.accumulate
