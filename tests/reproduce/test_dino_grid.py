@@ -249,13 +249,11 @@ def test_the_table_has_the_papers_numbers_and_what_became_of_a_run(tmp_path):
         result("xca", math.nan, math.nan, "collapsed at step 9"),
         result("supervised", weights="supervised"),
         result("random", 10.0, 20.0, epochs=0, weights="random"),
-        result("gone", 1.0, 2.0),
     ]
     lines = {line[0]: line[2:] for line in dino_table(rows).lines}
     assert lines["sima"] == ["40", "50.0", "60.0", "XCiT-S12/16, SimA", "71.2", "75.5"]
     assert lines["xca"] == ["40", "collapsed at step 9", "-", "XCiT-S12/16", "71.6", "75.8"]
     assert lines["random"] == ["0", "10.0", "20.0", "-", "-", "-"]
-    assert lines["gone"] == ["40", "1.0", "2.0", "-", "-", "-"]
     assert dino_table(rows).markdown().count("**sima**") == 1
     curves = [DinoCurveRow("sima", 40, epoch, 10.0 * epoch, 50.0) for epoch in (1.0, 2.0)]
     curves.append(DinoCurveRow("vit_softmax", 40, 1.0, 7.0, 50.0))  # it has not come to its end

@@ -40,11 +40,6 @@ class Run:
     settings: tuple[str, ...] = field(default=(), kw_only=True)
     epochs: int = field(default=0, kw_only=True)
 
-    @property
-    def folder(self) -> str:
-        """Name of its folder."""
-        raise NotImplementedError
-
 
 @dataclass(frozen=True)
 class Job:
