@@ -69,6 +69,7 @@ class Detection(Task):
 
     def __init__(self, recipe: DetectRecipe, fabric: Fabric, progress: RunProgress) -> None:
         self.recipe, self.fabric, self.progress = recipe, fabric, progress
+        self.title = f"{recipe.name}: Mask R-CNN on {recipe.model.name}"
         data = recipe.data
         self.data = open_coco(data.path, data.train_split, progress.say).only_trainable()
         self.evaluated = {split: open_coco(data.path, split, progress.say) for split in data.eval_splits}
@@ -93,6 +94,12 @@ class Detection(Task):
                 {name: value.to(device, non_blocking=True) for name, value in target.items()} for _, target in loaded
             ]
             yield Batch(images, targets)
+
+    def about(self, recipe: DetectRecipe) -> dict[str, Any]:
+        """Recipe, classes and number of training images."""
+        data = self.data
+        known = {"classes": data.classes, "category_ids": data.category_ids, "images": len(data)}
+        return {"detector": to_dict(recipe), **known}
 
     def after_step(self, step: int) -> None:
         """Report broken images of all processes at each logging step."""
@@ -212,20 +219,4 @@ def train_detector(
 ) -> RunSummary:
     """Train by a recipe into a folder, or resume the run in it."""
     check_pycocotools()
-    return train_task(
-        recipe,
-        out,
-        build=Detection,
-        about=lambda task: {
-            "detector": to_dict(recipe),
-            "classes": task.data.classes,
-            "category_ids": task.data.category_ids,
-            "images": len(task.data),
-        },
-        weights=lambda task: task.model,
-        title=f"{recipe.name}: Mask R-CNN on {recipe.model.name}",
-        command="detect train",
-        resume=resume,
-        device=device,
-        quiet=quiet,
-    )
+    return train_task(recipe, out, build=Detection, command="detect train", resume=resume, device=device, quiet=quiet)

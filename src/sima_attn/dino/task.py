@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -207,6 +208,7 @@ class Dino(Task):
         self, recipe: DinoRecipe, fabric: Fabric, progress: RunProgress, decoded: Decoded | None = None
     ) -> None:
         self.recipe, self.fabric = recipe, fabric
+        self.title = f"DINO {recipe.name}: {recipe.model.name}, {recipe.model.attention or 'its own'} attention"
         decoded = {} if decoded is None or not recipe.data.cache else decoded
         self.source = open_data(recipe.data.path, "train", labelled=recipe.probe.bank > 0)
         self.classes = self.source.classes
@@ -339,6 +341,14 @@ class Dino(Task):
         """Teacher and centre; the schedules depend only on the step."""
         return {"teacher": self.teacher, "centre": self.criterion}
 
+    def about(self, recipe: DinoRecipe) -> dict[str, Any]:
+        """Recipe, classes and number of training images."""
+        return {"task": "dino", "recipe": to_dict(recipe), "classes": self.classes, "images": len(self.source)}
+
+    def result(self) -> nn.Module:
+        """The teacher's backbone."""
+        return self.teacher.backbone
+
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """k-NN accuracy of the teacher's features in percent, over all processes; empty if probe.bank is 0."""
         if self.probe is None:
@@ -363,20 +373,5 @@ def train_dino(
     Args:
         decoded: Decoded images, shared by runs with data.cache on the same images.
     """
-    return train_task(
-        recipe,
-        out,
-        build=lambda recipe, fabric, progress: Dino(recipe, fabric, progress, decoded),
-        about=lambda task: {
-            "task": "dino",
-            "recipe": to_dict(recipe),
-            "classes": task.classes,
-            "images": len(task.source),
-        },
-        weights=lambda task: task.teacher.backbone,
-        title=f"DINO {recipe.name}: {recipe.model.name}, {recipe.model.attention or 'its own'} attention",
-        command="dino",
-        resume=resume,
-        device=device,
-        quiet=quiet,
-    )
+    build = partial(Dino, decoded=decoded)
+    return train_task(recipe, out, build=build, command="dino", resume=resume, device=device, quiet=quiet)

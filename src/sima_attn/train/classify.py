@@ -58,6 +58,7 @@ class Classification(Task):
 
     def __init__(self, recipe: Recipe, fabric: Fabric, progress: RunProgress) -> None:
         self.recipe, self.fabric = recipe, fabric
+        self.title = f"{recipe.name}: {recipe.model.name}, {recipe.model.attention or 'its own'} attention"
         self.source, self.val = open_data(recipe.data.path, "train"), open_data(recipe.data.path, "val")
         check_same_classes(self.source, self.val)
         self.classes = self.source.classes
@@ -113,6 +114,10 @@ class Classification(Task):
             return F.cross_entropy(logits, labels), {}
         loss = F.cross_entropy(logits, labels, label_smoothing=self.recipe.augment.smoothing)
         return loss, {"top1": 100 * (logits.argmax(1) == labels).float().mean()}
+
+    def about(self, recipe: Recipe) -> dict[str, Any]:
+        """Recipe, classes and number of training images."""
+        return {"recipe": to_dict(recipe), "classes": self.classes, "images": len(self.source)}
 
     def after_step(self, step: int) -> None:
         """Broken images of all processes, named as often as numbers are logged."""
@@ -186,15 +191,4 @@ def train_classifier(
     recipe: Recipe, out: Path | str, *, resume: bool = False, device: str = "auto", quiet: bool = False
 ) -> RunSummary:
     """Train by a recipe into a folder, or resume the run in it."""
-    return train_task(
-        recipe,
-        out,
-        build=Classification,
-        about=lambda task: {"recipe": to_dict(recipe), "classes": task.classes, "images": len(task.source)},
-        weights=lambda task: task.model,
-        title=f"{recipe.name}: {recipe.model.name}, {recipe.model.attention or 'its own'} attention",
-        command="train",
-        resume=resume,
-        device=device,
-        quiet=quiet,
-    )
+    return train_task(recipe, out, build=Classification, command="train", resume=resume, device=device, quiet=quiet)

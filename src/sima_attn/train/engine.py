@@ -22,7 +22,7 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
 from sima_attn._devices import resolve_device
-from sima_attn._settings import from_dict
+from sima_attn._settings import from_dict, to_dict
 from sima_attn.data.loader import seed_everything
 from sima_attn.models.compiled import compile_blocks
 from sima_attn.report.progress import RunProgress
@@ -46,12 +46,14 @@ class Task(ABC):
     Attributes:
         model: The module to train. The loop wraps it and passes the wrapped module to `loss`.
         steps_per_epoch: Optimiser steps per epoch.
+        title: Title of the learning curve.
         recordable: Whether the loss supports CUDA graphs (run.cuda_graph): everything that changes between steps is in
             the prepared batch, a sequence of tensors of fixed shapes, or in tensors that `before_step` fills.
     """
 
     model: nn.Module
     steps_per_epoch: int
+    title: str = ""
     recordable: ClassVar[bool] = False
 
     @abstractmethod
@@ -90,6 +92,14 @@ class Task(ABC):
     def state(self) -> dict[str, nn.Module]:
         """Further modules to save in checkpoints, by name: a teacher, a centre."""
         return {}
+
+    def about(self, recipe: Any) -> dict[str, Any]:
+        """Plain values to save with checkpoints and weights: the recipe, the class names, the number of images."""
+        return {"recipe": to_dict(recipe)}
+
+    def result(self) -> nn.Module:
+        """The module to save as weights.safetensors."""
+        return self.model
 
 
 class NonFiniteError(ValueError):

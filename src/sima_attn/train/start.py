@@ -9,11 +9,10 @@ import os
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
 
 from sima_attn._files import DiskFullError, atomic_write, disk_full_reason, remove_leftovers
 from sima_attn._settings import check
@@ -30,17 +29,12 @@ from sima_attn.train.stopping import RunInterrupted, StopSignals
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
-AnyTask = TypeVar("AnyTask", bound=Task)
-
 
 def train_task(
     recipe: Any,
     out: Path | str,
     *,
-    build: Callable[[Any, Fabric, RunProgress], AnyTask],
-    about: Callable[[AnyTask], dict[str, Any]],
-    weights: Callable[[AnyTask], nn.Module],
-    title: str,
+    build: Callable[[Any, Fabric, RunProgress], Task],
     command: str,
     resume: bool,
     device: str,
@@ -51,9 +45,6 @@ def train_task(
     Args:
         recipe: A frozen dataclass with the groups `optim`, `schedule` and `run`.
         build: Opens the data of a recipe and returns the task.
-        about: Plain values to save with checkpoints and weights: the recipe, the class names, the number of images.
-        weights: The module to save as weights.safetensors.
-        title: Title of the learning curve.
         command: The `sima` command that resumes the run, for messages.
     """
     check(recipe)
@@ -84,15 +75,15 @@ def train_task(
                 folder.write_recipe(recipe)  # data.path may have changed
             fabric.barrier()
 
-        facts = about(task)
+        facts = task.about(recipe)
         loop = TrainingLoop(task, recipe, folder, fabric, progress, facts)
         summary = loop.train(resume=resume, on_ready=begin)
         if first:
-            tensors = {name: t.detach().cpu().contiguous() for name, t in weights(task).state_dict().items()}
+            tensors = {name: t.detach().cpu().contiguous() for name, t in task.result().state_dict().items()}
             with atomic_write(folder.weights) as temporary:
                 save_file(tensors, temporary, metadata={"about": json.dumps(facts)})
             if plots:
-                plot_learning_curve(folder.path, folder.curve, title)
+                plot_learning_curve(folder.path, folder.curve, task.title)
         _end_together(fabric)
     return summary
 
