@@ -82,17 +82,10 @@ class Cache:
         return Batch(self.images[chosen], self.labels[chosen])
 
 
-Decoded = dict[str, Cache]  # split -> its images
-
-
-def decode_once(
-    decoded: Decoded, split: str, source: Source, data: Data, device: torch.device, progress: RunProgress
-) -> Cache:
-    """The images of a split on the device, from `decoded`, or decoded now and added to it."""
-    if split not in decoded:
-        broken, counter = BrokenImages(source, progress.say), progress.counter(f"decoding {split}")
-        decoded[split] = Cache(source, data, device, broken=broken, on_step=counter)
-    return decoded[split]
+def decode(source: Source, split: str, data: Data, device: torch.device, progress: RunProgress) -> Cache:
+    """The images of a split on the device; progress and broken images are shown."""
+    broken, counter = BrokenImages(source, progress.say), progress.counter(f"decoding {split}")
+    return Cache(source, data, device, broken=broken, on_step=counter)
 
 
 def _next_good(good: np.ndarray) -> np.ndarray:

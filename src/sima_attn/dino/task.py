@@ -13,7 +13,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from sima_attn._settings import to_dict
-from sima_attn.data.cache import Decoded, decode_once, normalise
+from sima_attn.data.cache import decode, normalise
 from sima_attn.data.crops import CropBatch, CropImage, split_views
 from sima_attn.data.loader import (
     BrokenImages,
@@ -204,27 +203,21 @@ class Dino(Task):
     model: Branch
     recordable = True
 
-    def __init__(
-        self, recipe: DinoRecipe, fabric: Fabric, progress: RunProgress, decoded: Decoded | None = None
-    ) -> None:
+    def __init__(self, recipe: DinoRecipe, fabric: Fabric, progress: RunProgress) -> None:
         self.recipe, self.fabric = recipe, fabric
         self.title = f"DINO {recipe.name}: {recipe.model.name}, {recipe.model.attention or 'its own'} attention"
-        decoded = {} if decoded is None or not recipe.data.cache else decoded
         self.source = open_data(recipe.data.path, "train", labelled=recipe.probe.bank > 0)
         self.classes = self.source.classes
         self.share = Share(recipe.run.batch, fabric.global_rank, fabric.world_size, recipe.run.accumulate)
-        if self.share.piece * recipe.crops.global_count < 2:
-            raise ValueError(
-                "the teacher needs at least two global crops per pass to detect a collapse: increase run.batch or "
-                "crops.global_count, or decrease run.accumulate"
-            )
         self.steps_per_epoch = steps_per_epoch(self.source, self.share)
         self.total = recipe.schedule.all_epochs * self.steps_per_epoch
         self.broken = BrokenImages(self.source, progress.say)
         self.cache = None
         if recipe.data.cache:
-            self.cache = decode_once(decoded, "train", self.source, recipe.data, fabric.device, progress)
-        self.probe = KnnProbe(recipe, fabric, self.share, self.source, decoded, progress) if recipe.probe.bank else None
+            self.cache = decode(self.source, "train", recipe.data, fabric.device, progress)
+        self.probe = None
+        if recipe.probe.bank:
+            self.probe = KnnProbe(recipe, fabric, self.share, self.source, self.cache, progress)
         seed_everything(recipe.run.seed)
         backbone = build_backbone(recipe)
         dim = check_takes_crops(backbone, recipe)
@@ -360,18 +353,7 @@ class Dino(Task):
 
 
 def train_dino(
-    recipe: DinoRecipe,
-    out: Path | str,
-    *,
-    resume: bool = False,
-    device: str = "auto",
-    quiet: bool = False,
-    decoded: Decoded | None = None,
+    recipe: DinoRecipe, out: Path | str, *, resume: bool = False, device: str = "auto", quiet: bool = False
 ) -> RunSummary:
-    """Train by a recipe into a folder, or resume the run in it. `weights.safetensors` is the teacher's backbone.
-
-    Args:
-        decoded: Decoded images, shared by runs with data.cache on the same images.
-    """
-    build = partial(Dino, decoded=decoded)
-    return train_task(recipe, out, build=build, command="dino", resume=resume, device=device, quiet=quiet)
+    """Train by a recipe into a folder, or resume the run in it. `weights.safetensors` is the teacher's backbone."""
+    return train_task(recipe, out, build=Dino, command="dino", resume=resume, device=device, quiet=quiet)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from sima_attn._settings import with_overrides
-from sima_attn.data.cache import decode_once
+from sima_attn.data.cache import Cache, decode
 from sima_attn.data.loader import seed_everything
 from sima_attn.data.sources import open_data
 from sima_attn.dino import recipes as dino_recipes
@@ -180,7 +180,7 @@ class FeatureScores(NamedTuple):
 
 def evaluate_features(
     backbone: nn.Module,
-    decoded: dict[str, Any],
+    caches: dict[str, Cache],
     probe: Probe,
     device: str,
     counter: Callable[[str], Callable[[int, int], None]],
@@ -189,7 +189,7 @@ def evaluate_features(
 
     def features(reader: nn.Module, what: str) -> list[Features]:
         splits = ("train", "val")
-        return [features_of(reader, decoded[s], device=device, on_step=counter(f"{what} of {s}")) for s in splits]
+        return [features_of(reader, caches[s], device=device, on_step=counter(f"{what} of {s}")) for s in splits]
 
     bank, queries = features(backbone, "output")
     bank_layers, query_layers = features(LayerFeatures(backbone), "layers")
@@ -210,7 +210,7 @@ def evaluate_features(
 def train(job: Job) -> dict[str, float]:
     """Train the weights of a run, if there is anything to train."""
     if job.run.weights == DINO:
-        return train_dino(job.recipe, job.folder.path, decoded=job.decoded, **job.train_options).metrics
+        return train_dino(job.recipe, job.folder.path, **job.train_options).metrics
     if job.run.weights == SUPERVISED:
         return train_classifier(job.recipe, job.folder.path, **job.train_options).metrics
     job.folder.check(job.recipe, resume=job.train_options["resume"])
@@ -227,10 +227,13 @@ def rows(job: Job, status: str, metrics: dict[str, float]) -> dict[str, list[Any
     if status == FINISHED:
         backbone = build_backbone(recipe).eval() if run.weights == RANDOM else load_backbone(job.folder.path).model
         with RunProgress(shown=not job.quiet) as progress:
-            for split in ("train", "val"):
-                source = open_data(recipe.data.path, split)
-                decode_once(job.decoded, split, source, recipe.data, torch.device(job.device), progress)
-            scores = evaluate_features(backbone, job.decoded, recipe.probe, job.device, progress.counter)
+            caches = {
+                split: decode(
+                    open_data(recipe.data.path, split), split, recipe.data, torch.device(job.device), progress
+                )
+                for split in ("train", "val")
+            }
+            scores = evaluate_features(backbone, caches, recipe.probe, job.device, progress.counter)
     else:
         backbone = build_backbone(recipe)
     result = DinoResultRow(

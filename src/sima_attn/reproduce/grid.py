@@ -47,7 +47,6 @@ class Job:
 
     Attributes:
         jobs: Number of runs that share the device.
-        decoded: Images that earlier runs of this process decoded.
     """
 
     run: Any
@@ -56,7 +55,6 @@ class Job:
     device: str
     quiet: bool
     jobs: int
-    decoded: dict[str, Any]
 
     @property
     def train_options(self) -> dict[str, Any]:
@@ -122,7 +120,6 @@ class Grid:
         device: str = "cuda",
         quiet: bool = False,
         jobs: int = 1,
-        decoded: dict[str, Any] | None = None,
     ) -> Any:
         """Train or resume a run, write its rows to its folder and return its result; a finished one is only read."""
         folder = RunFolder(out / run.folder)
@@ -130,7 +127,7 @@ class Grid:
         if (folder.path / RESULTS).exists():
             folder.check_finished(recipe)  # it may have been trained on other images
             return read_rows(folder.path / RESULTS, self.row_files[RESULTS])[0]
-        job = Job(run, recipe, folder, device, quiet, jobs, {} if decoded is None else decoded)
+        job = Job(run, recipe, folder, device, quiet, jobs)
         status, metrics = FINISHED, {}
         try:
             metrics = self.train(job)
@@ -163,10 +160,9 @@ class Grid:
         make = partial(self.make_run, out=out, data=data, device=device, jobs=jobs)
 
         def one_by_one() -> Iterator[tuple[Any, Any]]:
-            decoded: dict[str, Any] = {}
             for run in runs:
                 on_start(run)
-                yield run, make(run, decoded=decoded)
+                yield run, make(run)
 
         for made in one_by_one() if jobs == 1 else in_processes(partial(make, quiet=True), runs, jobs):
             self.collect(out)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sima_attn._settings import to_dict
 from sima_attn.data.augment import augment_batch, erase
-from sima_attn.data.cache import Decoded, decode_once, normalise
+from sima_attn.data.cache import decode, normalise
 from sima_attn.data.loader import (
     Batch,
     BrokenImages,
@@ -72,9 +72,8 @@ class Classification(Task):
         self.broken, self.broken_val = BrokenImages(self.source, progress.say), BrokenImages(self.val, progress.say)
         self.cache = self.val_cache = None
         if recipe.data.cache:
-            decoded: Decoded = {}
-            self.cache = decode_once(decoded, "train", self.source, recipe.data, fabric.device, progress)
-            self.val_cache = decode_once(decoded, "val", self.val, recipe.data, fabric.device, progress)
+            self.cache = decode(self.source, "train", recipe.data, fabric.device, progress)
+            self.val_cache = decode(self.val, "val", recipe.data, fabric.device, progress)
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
         """Batches of this process."""
