@@ -161,7 +161,7 @@ def test_a_run_without_checkpoints_has_no_average_and_its_weights_need_no_recipe
 
 
 def test_a_size_is_at_least_one_pixel(run):
-    with pytest.raises(ValueError, match="size must be at least 1 px, got 0"):
+    with pytest.raises(ValueError, match="cannot take images of 0 px"):
         evaluate(load_model(run[0] / "run"), size=0)
 
 

@@ -44,8 +44,6 @@ def plot_feature_map(
 
     chosen = evenly(len(features.classes), classes)
     rows = np.concatenate([np.flatnonzero(features.labels == label)[:per_class] for label in chosen])
-    if len(rows) < 4:
-        raise ValueError(f"a map needs at least a few images, but the {len(chosen)} chosen classes have {len(rows)}")
     points, labels = two_dimensions(features.values[rows], method), features.labels[rows]
     colours = colormaps["tab10" if len(chosen) <= 10 else "tab20"]
     with figure(path, figsize=(7.5, 6)) as (_, axes):

@@ -170,18 +170,18 @@ class Grid:
 
     def collect(self, out: Path) -> None:
         """Gather the rows of all finished runs under `out` into files of the same names in `out`."""
-        position = {run.name: i for i, run in enumerate(self.runs)}  # names that were removed from the table are last
+        position = {run.name: i for i, run in enumerate(self.runs)}
 
         def key(row: Any) -> list[Any]:
-            columns = [(column, getattr(row, column)) for column in self.sort_by]
-            return [(position.get(value, len(position)), value) if name == "name" else value for name, value in columns]
+            return [position[row.name] if column == "name" else getattr(row, column) for column in self.sort_by]
 
         finished = [path.parent for path in out.glob(f"*/{RESULTS}")]
         for name, row_type in self.row_files.items():
             files = [folder / name for folder in finished if (folder / name).exists()]
-            rows: list[Any] = [read_rows(file, row_type) for file in files]
+            rows: list[Any] = list(itertools.chain(*(read_rows(file, row_type) for file in files)))
+            rows = [row for row in rows if row.name in position]  # runs may have been removed from the table
             if rows:
-                write_rows(out / name, sorted(itertools.chain(*rows), key=key))
+                write_rows(out / name, sorted(rows, key=key))
 
     def read_collected(self, out: Path) -> list[list[Any]]:
         """The rows of each file that `collect` wrote; an empty list where there is no file."""

@@ -138,34 +138,33 @@ class Classification(Task):
                 rank=share.rank,
                 world=share.world,
             )
-        totals = count_correct(model, batches, autocast=self.fabric.autocast)
+        totals = torch.zeros(4, dtype=torch.float64)
+        for labels, best, loss in top_five(model, batches, self.fabric.autocast):
+            hits = best == labels[:, None]
+            numbers = torch.stack([hits[:, 0].sum(), hits.sum(), loss, loss.new_tensor(len(labels))])
+            totals += numbers.double().cpu()
         for broken in (self.broken, self.broken_val):
             broken.gather()
         if share.world > 1:
             totals = self.fabric.all_reduce(totals.to(self.fabric.device), reduce_op="sum")  # type: ignore[assignment]
-        top1, top5, loss, images = totals.tolist()
+        top1, top5, loss_sum, images = totals.tolist()
         if not images:
             raise ValueError(f"none of the {len(self.val)} val images can be read")
-        return {"top1": 100 * top1 / images, "top5": 100 * top5 / images, "loss": loss / images}
+        return {"top1": 100 * top1 / images, "top5": 100 * top5 / images, "loss": loss_sum / images}
 
 
-def count_correct(
+@torch.no_grad()
+def top_five(
     model: nn.Module, batches: Iterator[Batch], autocast: Callable[[], Any] = contextlib.nullcontext
-) -> Tensor:
-    """[right at first, right among five, summed loss, images], float64."""
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """(labels [B], the five best classes [B, 5] with the best first, summed loss) of each batch."""
     model.eval()
-    totals = torch.zeros(4, dtype=torch.float64)
-    with torch.no_grad():
-        for images, labels in batches:
-            with autocast():
-                logits = model(images)
-            logits = logits.float()  # [B, K]
-            best = logits.topk(min(5, logits.shape[1]), dim=1).indices  # [B, 5]
-            hits = best == labels[:, None]
-            loss = F.cross_entropy(logits, labels, reduction="sum")
-            numbers = torch.stack([hits[:, 0].sum(), hits.sum(), loss, loss.new_tensor(len(labels))])
-            totals += numbers.double().cpu()
-    return totals
+    for images, labels in batches:
+        with autocast():
+            logits = model(images)
+        logits = logits.float()  # [B, K]
+        best = logits.topk(min(5, logits.shape[1]), dim=1).indices
+        yield labels, best, F.cross_entropy(logits, labels, reduction="sum")
 
 
 def _mixup(recipe: Recipe, num_classes: int, piece: int) -> Mixup | None:

@@ -231,10 +231,6 @@ class TrainingLoop:
         self.run: Run = recipe.run
         self.total = self.schedule.all_epochs * task.steps_per_epoch
         if self.run.grad_checkpointing:
-            if not hasattr(task.model, "set_grad_checkpointing"):
-                raise ValueError(
-                    f"{type(task.model).__name__} does not support run.grad_checkpointing; set it to false"
-                )
             task.model.set_grad_checkpointing(True)  # type: ignore[operator]
         if fabric.world_size > 1 and fabric.device.type == "cuda":
             task.model = nn.SyncBatchNorm.convert_sync_batchnorm(task.model)  # as in the authors' code

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sima_attn._files import atomic_write
@@ -23,7 +22,7 @@ from sima_attn.data.sources import Source, check_same_names, open_data
 from sima_attn.models.loading import LoadedModel
 from sima_attn.nn.token_ref import trained_at
 from sima_attn.report.rows import today
-from sima_attn.train.classify import output_at
+from sima_attn.train.classify import output_at, top_five
 
 
 @dataclass(frozen=True)
@@ -104,8 +103,6 @@ def evaluate(
 
     `token_ref` makes up for the shrinking of SimA's output at another number of tokens than at the training size.
     """
-    if size is not None and size < 1:
-        raise ValueError(f"size must be at least 1 px, got {size}")
     trained = Data.of_model(loaded)
     source = open_data(data if data is not None else trained.path, split)
     settings = replace(
@@ -144,16 +141,13 @@ def _check_classes(loaded: LoadedModel, source: Source, model: nn.Module) -> Non
         raise ValueError(f"the model has {model.num_classes} classes, the data have {len(source.classes)}")
 
 
-@torch.no_grad()
 def _count(model: nn.Module, batches: Iterator[Batch], K: int) -> tuple[Tensor, Tensor, float]:
     """Confusion [K, K], images right among five [K], summed loss."""
     confusion, in_five, loss = torch.zeros(K, K, dtype=torch.long), torch.zeros(K, dtype=torch.long), 0.0
-    for images, labels in batches:
-        logits = model(images).float()  # [B, K]
-        best = logits.topk(min(5, K), dim=1).indices  # [B, 5]
+    for labels, best, batch_loss in top_five(model, batches):
         confusion += torch.bincount(labels * K + best[:, 0], minlength=K * K).view(K, K).cpu()
         in_five += torch.bincount(labels[(best == labels[:, None]).any(1)], minlength=K).cpu()
-        loss += float(F.cross_entropy(logits, labels, reduction="sum"))
+        loss += float(batch_loss)
     return confusion, in_five, loss
 
 
