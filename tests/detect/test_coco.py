@@ -104,7 +104,7 @@ def test_a_broken_polygon_goes_and_the_others_of_the_object_stay(folder, polygon
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"id": [11]}, "without an id or a file_name"),
+        ({"id": None}, "without an id or a file_name"),
         ({"height": 10**6, "width": 10**6}, "too many pixels"),
         ({"height": 1, "width": 101}, "too large an aspect ratio"),
     ],

@@ -305,22 +305,14 @@ def training_transform(data: Data, augment: Augment) -> Callable[[Any], Tensor]:
             steps.append(transforms.RandomCrop(data.size, padding=augment.padding))
         first = transforms.Compose([*steps, transforms.RandomHorizontalFlip(augment.flip)])
     for step in second.transforms:
-        _fix_posterize(step)
+        for operation in getattr(step, "ops", []):  # of RandAugment
+            if operation.name.startswith("Posterize"):
+                operation.level_fn = partial(_at_least_one_bit, operation.level_fn)
     return transforms.Compose([first, second, last])
 
 
-def _fix_posterize(step: Any) -> None:
-    """Let the posterize operations of timm's RandAugment, AugMix or AutoAugment keep at least one bit.
-
-    At a magnitude of 10, which noise can reach from 9, timm asks for 0 bits, and Pillow raises.
-    """
-    operations = getattr(step, "ops", [op for ops in getattr(step, "policy", []) for op in ops])
-    for op in operations:
-        if op.name.startswith("Posterize"):
-            op.level_fn = partial(_at_least_one_bit, op.level_fn)
-
-
 def _at_least_one_bit(bits: Callable[[float, Any], tuple[int]], level: float, settings: Any) -> tuple[int]:
+    """At a magnitude of 10, which noise can reach from 9, timm keeps 0 bits, and Pillow raises."""
     return (max(1, bits(level, settings)[0]),)
 
 

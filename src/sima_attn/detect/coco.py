@@ -201,7 +201,7 @@ def _images(content: dict[str, Any], file: Path, skipped: SkippedRecords) -> lis
     images: dict[int | str, dict[str, Any]] = {}
     for record in content["images"]:
         height, width = (_whole(record.get(side)) for side in ("height", "width"))
-        if not _is_id(record.get("id")) or not record.get("file_name"):
+        if record.get("id") is None or not record.get("file_name"):
             skipped.add("images without an id or a file_name", record)
         elif not (height > 0 and width > 0):
             skipped.add("images without a height and a width", record)
@@ -253,11 +253,6 @@ def _checked(annotation: dict[str, Any], image: Mapping[str, Any], known: set[in
     if not all(_fits(p, image["width"], image["height"]) for p in polygons):
         return "with a polygon far outside the image", {}
     return "", {**annotation, "segmentation": polygons}
-
-
-def _is_id(x: object) -> bool:
-    """A string or a 64-bit integer: pycocotools puts ids into arrays."""
-    return isinstance(x, str) or (isinstance(x, int) and -(2**63) <= x < 2**63)
 
 
 def _whole(x: object) -> int:

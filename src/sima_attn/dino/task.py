@@ -273,22 +273,10 @@ class Dino(Task):
             "feature_variance": spread(features),
         }
 
-    def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """No decay for biases and norms (all vectors); `decayed` marks the group that follows the schedule."""
-        trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-        plain = [p for name, p in trained if p.ndim <= 1 or name.endswith(".bias")]
-        rest = [p for name, p in trained if not (p.ndim <= 1 or name.endswith(".bias"))]
-        return [
-            {"params": plain, "weight_decay": 0.0, "decayed": False},
-            {"params": rest, "weight_decay": weight_decay, "decayed": True},
-        ]
-
     def before_step(self, step: int, groups: list[dict[str, Any]]) -> None:
         """Set the weight decay and the teacher's temperature of the step."""
         decay = cosine(self.recipe.optim.weight_decay, self.recipe.distill.weight_decay_end, step, self.total)
-        for group in groups:
-            if group["decayed"]:
-                group["weight_decay"] = decay
+        groups[1]["weight_decay"] = decay  # the first group is not decayed
         self.temperature.fill_(teacher_temperature(self.recipe.distill, step // self.steps_per_epoch))
         self.teacher_sums.zero_()
 

@@ -235,7 +235,7 @@ class TrainingLoop:
         if fabric.world_size > 1 and fabric.device.type == "cuda":
             task.model = nn.SyncBatchNorm.convert_sync_batchnorm(task.model)  # as in the authors' code
         lr = self.optim.lr_at(self.run.batch)
-        # The fused kernel does not clip gradients of fp16, which must be unscaled first.
+        # Not with fp16, where gradients must be unscaled before clipping.
         fused = self.optim.name == "adamw" and fabric.device.type == "cuda" and self.run.precision != "fp16"
         options: dict[str, Any] = {"fused": True} if fused else {}
         optimizer = create_optimizer_v2(
