@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from sima_attn._settings import to_dict
 from sima_attn.data.loader import (
@@ -135,16 +135,11 @@ class Detection(Task):
         )
         if share.world == 1:
             return coco_scores(data, results, seen).metrics()
-        return self.scores_of_all(data, results, seen)
-
-    def scores_of_all(self, data: CocoData, results: list[dict[str, Any]], seen: list[int]) -> dict[str, float]:
-        """The first process computes the AP from the results of all processes and broadcasts it."""
-        from torch import distributed
-
-        parts: list[Any] = [None] * self.share.world
+        # The first process computes the AP from the results of all processes and broadcasts it.
+        parts: list[Any] = [None] * share.world
         distributed.all_gather_object(parts, (results, seen))
         metrics: list[Any] = [None]
-        if self.share.rank == 0:
+        if share.rank == 0:
             found = [result for part, _ in parts for result in part]
             metrics = [coco_scores(data, found, [i for _, ids in parts for i in ids]).metrics()]
         distributed.broadcast_object_list(metrics)

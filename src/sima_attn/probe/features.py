@@ -165,22 +165,11 @@ def _rows(model: nn.Module, batches: Iterator[Batch], device: str, dtype: str) -
         yield rows
 
 
-def features_of(
-    model: nn.Module,
-    cache: Cache,
-    *,
-    batch: int = 512,
-    device: str = "cpu",
-    on_step: Callable[[int, int], None] = lambda done, total: None,
-) -> Features:
+def features_of(model: nn.Module, cache: Cache, *, batch: int = 512, device: str = "cpu") -> Features:
     """Features of decoded images, in memory and in half precision; nothing is written to disk."""
     indices = np.flatnonzero(cache.good)
-    parts, done = [], 0
-    for rows in _rows(model, cache.evaluation_batches(batch), device, "float16"):
-        parts.append(rows)
-        done += len(rows)
-        on_step(done, len(indices))
-    return Features(np.concatenate(parts), cache.source.labels[indices], indices, cache.source.classes)
+    values = np.concatenate(list(_rows(model, cache.evaluation_batches(batch), device, "float16")))
+    return Features(values, cache.source.labels[indices], indices, cache.source.classes)
 
 
 def extract(

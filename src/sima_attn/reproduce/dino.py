@@ -6,7 +6,7 @@ RUNS is the table. The frozen features of each run are evaluated by k-NN and by 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -14,16 +14,15 @@ import torch
 from torch import nn
 
 from sima_attn._settings import with_overrides
-from sima_attn.data.cache import Cache, decode
+from sima_attn.data.cache import decode
 from sima_attn.data.loader import seed_everything
 from sima_attn.data.sources import open_data
 from sima_attn.dino import recipes as dino_recipes
 from sima_attn.dino.recipes import DinoRecipe
 from sima_attn.dino.task import build_backbone, train_dino
-from sima_attn.probe.features import Features, LayerFeatures, features_of, load_backbone
+from sima_attn.probe.features import LayerFeatures, features_of, load_backbone
 from sima_attn.probe.knn import knn_accuracy
 from sima_attn.probe.linear import train_linear
-from sima_attn.probe.settings import Probe
 from sima_attn.report.progress import RunProgress
 from sima_attn.reproduce.grid import FINISHED, RESULTS, Grid, Job, Run
 from sima_attn.train import recipes
@@ -178,21 +177,15 @@ class FeatureScores(NamedTuple):
     images: int = 0
 
 
-def evaluate_features(
-    backbone: nn.Module,
-    caches: dict[str, Cache],
-    probe: Probe,
-    device: str,
-    counter: Callable[[str], Callable[[int, int], None]],
-) -> FeatureScores:
-    """k-NN accuracy of the output of a backbone, and linear accuracy of its last layers, for decoded images."""
-
-    def features(reader: nn.Module, what: str) -> list[Features]:
-        splits = ("train", "val")
-        return [features_of(reader, caches[s], device=device, on_step=counter(f"{what} of {s}")) for s in splits]
-
-    bank, queries = features(backbone, "output")
-    bank_layers, query_layers = features(LayerFeatures(backbone), "layers")
+def evaluate_features(backbone: nn.Module, recipe: DinoRecipe, device: str, progress: RunProgress) -> FeatureScores:
+    """k-NN accuracy of the output of a backbone, and linear accuracy of its last layers."""
+    probe, layers = recipe.probe, LayerFeatures(backbone)
+    pairs = []
+    for split in ("train", "val"):
+        source = open_data(recipe.data.path, split)
+        cache = decode(source, split, recipe.data, torch.device(device), progress)
+        pairs.append([features_of(reader, cache, device=device) for reader in (backbone, layers)])
+    (bank, bank_layers), (queries, query_layers) = pairs
     found = knn_accuracy(
         queries.values,
         queries.labels,
@@ -203,7 +196,8 @@ def evaluate_features(
         temperature=probe.temperature,
         device=device,
     )[0]
-    linear = train_linear(bank_layers, query_layers, probe, device=device, on_step=counter("linear classifier"))
+    counter = progress.counter("linear classifier")
+    linear = train_linear(bank_layers, query_layers, probe, device=device, on_step=counter)
     return FeatureScores(found.top1, found.top5, linear.top1, linear.top5, found.bank, found.images)
 
 
@@ -227,13 +221,7 @@ def rows(job: Job, status: str, metrics: dict[str, float]) -> dict[str, list[Any
     if status == FINISHED:
         backbone = build_backbone(recipe).eval() if run.weights == RANDOM else load_backbone(job.folder.path).model
         with RunProgress(shown=not job.quiet) as progress:
-            caches = {
-                split: decode(
-                    open_data(recipe.data.path, split), split, recipe.data, torch.device(job.device), progress
-                )
-                for split in ("train", "val")
-            }
-            scores = evaluate_features(backbone, caches, recipe.probe, job.device, progress.counter)
+            scores = evaluate_features(backbone, recipe, job.device, progress)
     else:
         backbone = build_backbone(recipe)
     result = DinoResultRow(

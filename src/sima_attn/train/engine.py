@@ -147,30 +147,22 @@ def start_fabric(device: str, precision: str) -> Fabric:
     return fabric
 
 
-class StepRates:
-    """Learning rates of a `StepSchedule`, with the interface of timm's schedulers.
+def learning_rates(
+    optimizer: torch.optim.Optimizer, schedule: Schedule | StepSchedule, lr: float, steps_per_epoch: int
+) -> Callable[[int], None]:
+    """A function that sets the learning rates for a step, counted from 0.
 
     timm's MultiStepLRScheduler is not used: it applies a milestone one step early, ignores milestones within the
     warm-up, and its warm-up differs from this one in the last bit of the learning rate.
     """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, schedule: StepSchedule, steps_per_epoch: int) -> None:
-        self.optimizer, self.rates = optimizer, [group["lr"] for group in optimizer.param_groups]
-        self.schedule, self.steps_per_epoch = schedule, steps_per_epoch
-
-    def step_update(self, step: int) -> None:
-        """Set the learning rates for a step, counted from 0."""
-        factor = self.schedule.factor(step, self.steps_per_epoch)
-        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = rate * factor
-
-
-def learning_rates(
-    optimizer: torch.optim.Optimizer, schedule: Schedule | StepSchedule, lr: float, steps_per_epoch: int
-) -> Any:
-    """The scheduler: `step_update(step)` sets the learning rates for a step, counted from 0."""
     if isinstance(schedule, StepSchedule):
-        return StepRates(optimizer, schedule, steps_per_epoch)
+        rates = [group["lr"] for group in optimizer.param_groups]
+
+        def set_rates(step: int) -> None:
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * schedule.factor(step, steps_per_epoch)
+
+        return set_rates
     scheduler, _ = create_scheduler_v2(
         optimizer,
         sched="cosine",
@@ -182,7 +174,7 @@ def learning_rates(
         step_on_epochs=False,
         updates_per_epoch=steps_per_epoch,
     )
-    return scheduler
+    return scheduler.step_update
 
 
 class Average(ModelEmaV3):
@@ -247,7 +239,7 @@ class TrainingLoop:
             eps=self.optim.eps,
             **options,
         )
-        self.scheduler = learning_rates(optimizer, self.schedule, lr, task.steps_per_epoch)
+        self.set_rates = learning_rates(optimizer, self.schedule, lr, task.steps_per_epoch)
         task.model.to(fabric.device)
         for kept in task.state().values():
             kept.to(fabric.device)
@@ -362,7 +354,7 @@ class TrainingLoop:
 
     def one_step(self, batches: Iterator[Any]) -> None:
         """Make one optimiser step."""
-        self.scheduler.step_update(self.step)
+        self.set_rates(self.step)
         self.task.before_step(self.step, self.optimizer.param_groups)
         parts = self.run.accumulate
         mine = [next(batches) for _ in range(parts)]

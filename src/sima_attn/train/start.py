@@ -52,7 +52,8 @@ def train_task(
     fabric = start_fabric(device, recipe.run.precision)
     first = fabric.is_global_zero
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_cpu_threads(recipe.run.threads))
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(recipe.run.threads or torch.get_num_threads())
         progress = stack.enter_context(RunProgress(shown=first and not quiet))
         resume_line = f"resume with: {resume_command(command, folder.path, device, fabric.world_size)}"
         stack.enter_context(_tells_how_to_resume(folder, fabric, progress, resume_line))
@@ -138,16 +139,6 @@ def resume_command(command: str, folder: Path, device: str, processes: int) -> s
     nodes = f"--nnodes={processes // local} " * (processes > local)
     rendezvous = " (and its rendezvous options)" * (processes > local)
     return f"torchrun {nodes}--nproc-per-node={local} -m sima_attn.cli {options}{rendezvous}"
-
-
-@contextlib.contextmanager
-def _cpu_threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _will_plot(progress: RunProgress) -> bool:
