@@ -125,7 +125,6 @@ class CocoData(ImageSource):
 
     def ground_truth(self) -> Any:
         """These annotations as pycocotools' COCO; missing areas are computed from the masks."""
-        check_pycocotools()
         from pycocotools.coco import COCO
 
         coco = COCO()

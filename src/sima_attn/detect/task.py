@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, distributed, nn
+from torchvision.transforms.functional import pil_to_tensor
 
 from sima_attn._settings import to_dict
 from sima_attn.data.loader import (
@@ -29,7 +30,6 @@ from sima_attn.data.loader import (
 from sima_attn.data.sources import check_same_names
 from sima_attn.detect.coco import CocoData, CocoScores, check_pycocotools, coco_scores, open_coco, to_results
 from sima_attn.detect.mask_rcnn import Target
-from sima_attn.detect.predict import to_tensor
 from sima_attn.detect.recipes import DetectRecipe
 from sima_attn.detect.weights import build_detector
 from sima_attn.report.progress import RunProgress
@@ -53,7 +53,7 @@ class TrainingSamples(Samples):
 
     def sample(self, image: Image, index: int) -> tuple[Tensor, Target]:
         """The augmented image and its objects."""
-        return self.transform(to_tensor(image), self.source.target(index))
+        return self.transform(pil_to_tensor(image), self.source.target(index))
 
 
 class EvaluationSamples(Samples):
@@ -165,7 +165,7 @@ def predict_results(
     broken = BrokenImages(data, say)
     model.eval()
     pieces = list(pieces_in_order(np.arange(rank, len(data), world), batch))
-    samples, pin = EvaluationSamples(data, to_tensor, seed=None), device.type == "cuda"
+    samples, pin = EvaluationSamples(data, pil_to_tensor, seed=None), device.type == "cuda"
     results, seen = [], []
     for done, (loaded, skipped) in enumerate(batch_loader(samples, iter(pieces), workers, pin, collate_readable), 1):
         broken.add(skipped)

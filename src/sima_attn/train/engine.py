@@ -11,7 +11,7 @@ import os
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -20,6 +20,7 @@ from timm.optim import create_optimizer_v2, param_groups_weight_decay
 from timm.scheduler import create_scheduler_v2
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from sima_attn._devices import resolve_device
 from sima_attn._settings import from_dict, to_dict
@@ -482,11 +483,7 @@ class TrainingLoop:
 
     def stop_at_non_finite_gradient(self) -> None:
         """Name the first parameter whose gradient is not finite."""
-        names = [
-            name
-            for name, p in self.task.model.named_parameters()
-            if p.grad is not None and not torch.isfinite(p.grad).all()
-        ]
+        names = [name for name, p in self.task.model.named_parameters() if not _finite(p.grad)]
         raise NonFiniteError(
             f"the gradient of step {self.step + 1} is not finite, but its loss is: {names[0] if names else 'its norm'} "
             f"and {max(0, len(names) - 1)} other parameters. {self.advice()}",
@@ -521,10 +518,6 @@ def first_non_finite(model: nn.Module, forward: Callable[[], Any]) -> tuple[Any,
 
 
 def _finite(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return not value.is_floating_point() or bool(torch.isfinite(value).all())
-    if isinstance(value, list | tuple):
-        return all(_finite(v) for v in value)
-    if isinstance(value, Mapping):
-        return all(_finite(v) for v in value.values())
-    return True
+    """Whether all floating-point tensors in nested lists, tuples and dictionaries are finite."""
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)

@@ -6,19 +6,18 @@ Shapes: B batch, K classes.
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sima_attn._files import atomic_write
-from sima_attn.data.loader import Batch, BrokenImages, evaluation_batches
+from sima_attn.data.loader import BrokenImages, evaluation_batches
 from sima_attn.data.settings import Data
-from sima_attn.data.sources import Source, check_same_names, open_data
+from sima_attn.data.sources import check_same_names, open_data
 from sima_attn.models.loading import LoadedModel
 from sima_attn.nn.token_ref import trained_at
 from sima_attn.report.rows import today
@@ -111,16 +110,24 @@ def evaluate(
         workers=trained.workers if workers is None else workers,
     )
     model = loaded.model.to(device).eval()
-    _check_classes(loaded, source, model)
+    if loaded.classes is not None:
+        check_same_names("the model", loaded.classes, "the data", source.classes)
+    elif getattr(model, "num_classes", len(source.classes)) != len(source.classes):
+        raise ValueError(f"the model has {model.num_classes} classes, the data have {len(source.classes)}")
     output_at(model, settings.size, "give another --size")
     broken = BrokenImages(source, say)
     batches = evaluation_batches(source, settings, batch, device=torch.device(device), broken=broken)
+    K = len(source.classes)
+    confusion, in_five, loss = torch.zeros(K, K, dtype=torch.long), torch.zeros(K, dtype=torch.long), 0.0
     with trained_at(model, trained.size) if token_ref else nullcontext():
-        confusion, in_five, loss = _count(model, batches, len(source.classes))
+        for labels, best, batch_loss in top_five(model, batches):
+            confusion += torch.bincount(labels * K + best[:, 0], minlength=K * K).view(K, K).cpu()
+            in_five += torch.bincount(labels[(best == labels[:, None]).any(1)], minlength=K).cpu()
+            loss += float(batch_loss)
     images = int(confusion.sum())
     if not images:
         raise ValueError(f"none of the {len(source)} images can be read")
-    rows = [_class_row(k, source.classes, confusion, in_five) for k in range(len(source.classes))]
+    rows = [_class_row(k, source.classes, confusion, in_five) for k in range(K)]
     return Evaluation(
         size=settings.size,
         token_ref=token_ref,
@@ -132,23 +139,6 @@ def evaluate(
         confusion=confusion,
         rows=rows,
     )
-
-
-def _check_classes(loaded: LoadedModel, source: Source, model: nn.Module) -> None:
-    if loaded.classes is not None:
-        check_same_names("the model", loaded.classes, "the data", source.classes)
-    if getattr(model, "num_classes", len(source.classes)) != len(source.classes):
-        raise ValueError(f"the model has {model.num_classes} classes, the data have {len(source.classes)}")
-
-
-def _count(model: nn.Module, batches: Iterator[Batch], K: int) -> tuple[Tensor, Tensor, float]:
-    """Confusion [K, K], images right among five [K], summed loss."""
-    confusion, in_five, loss = torch.zeros(K, K, dtype=torch.long), torch.zeros(K, dtype=torch.long), 0.0
-    for labels, best, batch_loss in top_five(model, batches):
-        confusion += torch.bincount(labels * K + best[:, 0], minlength=K * K).view(K, K).cpu()
-        in_five += torch.bincount(labels[(best == labels[:, None]).any(1)], minlength=K).cpu()
-        loss += float(batch_loss)
-    return confusion, in_five, loss
 
 
 def _class_row(k: int, classes: list[str], confusion: Tensor, in_five: Tensor) -> ClassRow:
