@@ -8,6 +8,7 @@ import json
 import os
 import shlex
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,6 @@ from safetensors.torch import save_file
 
 from sima_attn._files import DiskFullError, atomic_write, disk_full_reason, remove_leftovers
 from sima_attn._settings import check
-from sima_attn.report.figures import check_can_plot
 from sima_attn.report.progress import RunProgress
 from sima_attn.train.checkpoint import checkpoints
 from sima_attn.train.curves import plot_learning_curve
@@ -63,7 +63,9 @@ def train_task(
                 stack.enter_context(folder.locked())
             for place in (folder.path, folder.checkpoints):
                 remove_leftovers(place)
-        plots = _will_plot(progress)
+        plots = find_spec("matplotlib") is not None
+        if not plots:
+            progress.say("no learning curve will be plotted: it needs matplotlib, pip install 'sima-attn[plots]'")
         task = build(_without_initial_weights(recipe, folder) if resume else recipe, fabric, progress)
         if recipe.run.cuda_graph:
             check_can_be_recorded(recipe.run, fabric, recordable=task.recordable)
@@ -139,16 +141,6 @@ def resume_command(command: str, folder: Path, device: str, processes: int) -> s
     nodes = f"--nnodes={processes // local} " * (processes > local)
     rendezvous = " (and its rendezvous options)" * (processes > local)
     return f"torchrun {nodes}--nproc-per-node={local} -m sima_attn.cli {options}{rendezvous}"
-
-
-def _will_plot(progress: RunProgress) -> bool:
-    """Whether the learning curve can be plotted; if not, say so before the run starts."""
-    try:
-        check_can_plot()
-    except ValueError as error:
-        progress.say(f"no learning curve will be plotted: {error}")
-        return False
-    return True
 
 
 def _without_initial_weights(recipe: Any, folder: RunFolder) -> Any:
