@@ -203,6 +203,19 @@ def test_a_folder_takes_one_run_and_resumes_only_that_one(tmp_path):
         folder.read_recipe()
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: &a [x, x]\nb: &b [*a, *a]\nrecipe: [*b, *b]\n", "has YAML aliases"),
+        ("recipe: " + "[" * 10_000, "is damaged"),
+    ],
+)
+def test_a_recipe_file_that_expands_is_refused(tmp_path, text, message):
+    (tmp_path / "recipe.yaml").write_text(text)
+    with pytest.raises(ValueError, match=rf"recipe\.yaml.* {message}"):
+        RunFolder(tmp_path).read_recipe()
+
+
 def test_a_finished_run_is_the_one_of_its_recipe_however_it_ran(tmp_path):
     folder, recipe = RunFolder(tmp_path), named_recipe("digits")
     folder.write_recipe(recipe)

@@ -163,6 +163,7 @@ def predict_results(
     """Results in COCO's format, and the ids of the images, of this process; broken images are reported and skipped."""
     check_pycocotools()
     broken = BrokenImages(data, say)
+    was_training = model.training
     model.eval()
     pieces = list(pieces_in_order(np.arange(rank, len(data), world), batch))
     samples, pin = EvaluationSamples(data, pil_to_tensor, seed=None), device.type == "cuda"
@@ -177,6 +178,7 @@ def predict_results(
                 seen.append(data.images[index]["id"])
         on_step(done, len(pieces))
     broken.gather()
+    model.train(was_training)
     return results, seen
 
 

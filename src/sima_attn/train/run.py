@@ -98,7 +98,10 @@ class RunFolder:
         if not self.recipe_file.is_file():
             raise FileNotFoundError(f"there is no run in {self.path}: {self.recipe_file.name} is missing")
         try:
-            values = yaml.safe_load(self.recipe_file.read_text())["recipe"]
+            text = self.recipe_file.read_text()
+            if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):  # they can expand to gigabytes
+                raise ValueError(f"{self.recipe_file} has YAML aliases (*name), which are not allowed; write them out")
+            values = yaml.safe_load(text)["recipe"]
             if set(values) != {setting.name for setting in fields(kind)}:
                 raise ValueError(
                     f"{self.path} holds another kind of run: its recipe has {', '.join(values)}, a {kind.__name__} has "
