@@ -10,7 +10,8 @@ from PIL import Image
 from torch import distributed
 
 import forked
-from sima_attn.data.cache import Cache, normalise
+from sima_attn._settings import to_dict
+from sima_attn.data.cache import Cache
 from sima_attn.data.loader import (
     BrokenImages,
     Share,
@@ -91,12 +92,11 @@ def test_workers_run_where_the_temporary_folder_has_a_long_path(folders, tmp_pat
     assert tempfile.gettempdir() == str(long)  # of this process
 
 
-@pytest.mark.parametrize("policy", ["rand-m9-mstd0.5-inc1", "rand-m0", "augmix-m10-mstd5", "v0-mstd5"])
+@pytest.mark.parametrize("policy", ["rand-m9-mstd0.5-inc1", "rand-m0"])
 def test_posterize_keeps_a_bit_whatever_the_noise(policy):
     """timm asks for 0 bits at either end of the magnitudes, Pillow takes 1 to 8."""
     step = training_transform(small_recipe().data, Augment(randaugment=policy)).transforms[1].transforms[0]
-    several = getattr(step, "ops", None) or [op for ops in step.policy for op in ops]
-    ops = [op for op in several if op.name.startswith("Posterize")]
+    ops = [op for op in step.ops if op.name.startswith("Posterize")]
     assert ops
     random.seed(0)
     grey = Image.linear_gradient("L").resize((16, 16))
@@ -111,7 +111,7 @@ def test_the_cache_holds_what_evaluation_reads(folders, size, crop_ratio):
     source = open_data(folders, "val")
     data = small_recipe(data={"size": size, "crop_ratio": crop_ratio}).data
     cache = Cache(source, data, CPU, broken=BrokenImages(source))
-    cached = torch.cat([normalise(x.float() / 255, data) for x, _ in cache.evaluation_batches(5)])
+    cached = torch.cat([x for x, _ in cache.evaluation_batches(5)])
     read = torch.cat([x for x, _ in evaluation_batches(source, data, 5, device=CPU, broken=BrokenImages(source))])
     assert len(read) == 12
     assert torch.allclose(cached, read, atol=1e-5)

@@ -98,17 +98,6 @@ def test_labels_without_a_class_are_an_error(folders, tmp_path):
         open_data(tmp_path / "t")
 
 
-@pytest.mark.parametrize("label", [10**8, 2**62])
-def test_a_huge_label_without_class_names_is_named(tmp_path, label):
-    """One name per label up to it would fill the memory."""
-    write_tar(tmp_path / "t", [(b"", 0), (b"", label)])
-    with pytest.raises(ValueError, match=rf"0001\.png in .*train-0000\.tar has the label {label}, and there"):
-        open_data(tmp_path / "t")
-    write_parquet(tmp_path / "p", [(b"", 0), (b"", label)], None)
-    with pytest.raises(ValueError, match=rf"\.parquet, row group 0, row 1 has the label {label}, and there"):
-        open_data(tmp_path / "p")
-
-
 def test_a_tar_without_labels_and_one_that_is_none_are_named(tmp_path):
     write_members(tmp_path / "train-0.tar", [("a.png", b"")])
     with pytest.raises(ValueError, match=r"a in .*train-0\.tar has no label"):
@@ -118,26 +107,11 @@ def test_a_tar_without_labels_and_one_that_is_none_are_named(tmp_path):
         open_data(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("columns", "fields", "message"),
-    [
-        (
-            ("image", "image", "label"),
-            ("bytes",),
-            r"has 2 columns 'image'; rename or remove all but one",
-        ),
-        (("image", "label", "label"), ("bytes",), r"train\.parquet has 2 columns 'label'"),
-        (("image", "label"), ("bytes", "bytes"), r"the column image of \S+train\.parquet has several fields bytes"),
-        (("image", "label"), ("bytes", "path", "path"), r"train\.parquet has several fields path"),
-    ],
-)
-def test_a_parquet_column_that_occurs_twice_is_named(tmp_path, columns, fields, message):
+def test_a_parquet_label_that_occurs_twice_is_named(tmp_path):
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    image = pa.StructArray.from_arrays([pa.array([b"x"])] * len(fields), names=fields)
-    arrays = {"image": image, "label": pa.array([0])}
-    table = pa.Table.from_arrays([arrays[name] for name in columns], names=columns)
+    table = pa.Table.from_arrays([pa.array([b"x"]), pa.array([0]), pa.array([0])], names=["image", "label", "label"])
     pq.write_table(table, tmp_path / "train.parquet")
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"train\.parquet .*label.* exists 2 times"):
         open_data(tmp_path)
 
 
@@ -169,7 +143,7 @@ def test_images_without_labels_can_be_read_where_none_are_needed(folders, tmp_pa
 def test_a_compressed_tar_is_named(folders, tmp_path, opened):
     data = encoded(folders, "train")
     write_members(tmp_path / "train-0.tar", [("0.png", data[0][0]), ("0.cls", b"0")], f"w:{opened}")
-    with pytest.raises(ValueError, match=r"train-0\.tar is compressed \(.*plain tar"):
+    with pytest.raises(ValueError, match=r"train-0\.tar is not a readable tar file: .*; it must not be compressed"):
         open_data(tmp_path)
 
 
@@ -208,11 +182,8 @@ def test_members_of_a_tar_that_are_no_samples_are_passed_over(tmp_path):
     [
         (("a.png", b""), r"a\.png in .*train-0\.tar is the second image of a;"),
         (("a.JPG", b""), r"a\.JPG in .* is the second image of a;"),
-        (("a.cls", b"1"), r"a\.cls in .* is the second cls of a;"),
-        (("a.json", b'{"label": 1}'), r"a in .* has different labels in \.cls and \.json"),
-        (("b.001.png", b""), r"b\.001\.png in .*train-0\.tar has dots in its name: .* b has no image"),
+        (("b.001.png", b""), r"b\.001\.png in .*train-0\.tar is a link, or has dots in its name: .* b has no image"),
         (("b.png", b"", tarfile.SYMTYPE), r"b\.png in .* is a link"),
-        (("b.cls", b"", tarfile.LNKTYPE), r"b\.cls in .* is a link"),
     ],
 )
 def test_members_of_a_tar_that_would_be_lost_are_named(tmp_path, more, message):
@@ -284,33 +255,22 @@ def test_parquet_files_that_list_other_classes_are_named(tmp_path):
         with pytest.raises(ValueError, match=rf"classes of .*train-a-.* and .*train-c-.* differ: .*{what}"):
             open_data(root)
         assert len(open_data(root, labelled=False)) == 6
-    write_parquet(root, samples, ["cat", "cat"], "train-a")
-    with pytest.raises(ValueError, match=r"train-a-.*\.parquet lists classes more than once: cat"):
-        open_data(root)
 
 
-def test_a_list_of_classes_that_contradicts_the_schema_or_itself_is_an_error(tmp_path):
+def test_a_list_of_classes_that_contradicts_the_schema_is_an_error(tmp_path):
     write_parquet(tmp_path, [(b"", 0), (b"", 1)], ["cat", "dog"])
     listing = tmp_path / "classes.txt"
     listing.write_text("cat\tcat, house cat\ndog\n")
     assert open_data(tmp_path).classes == ["cat", "dog"]
     for wrong in ("dog\ncat\n", "cat\ndog\nowl\n", "n01\tcat\nn02\tdog\n"):
         listing.write_text(wrong)
-        with pytest.raises(ValueError, match=r"classes of .*\.parquet and .*classes\.txt differ"):
+        with pytest.raises(ValueError, match=r"classes of .*classes\.txt .* and .*\.parquet .* differ"):
             open_data(tmp_path)
-    write_tar(tmp_path / "t", [(b"", 0), (b"", 1)])
-    for root in (tmp_path, tmp_path / "t"):
-        (root / "classes.txt").write_text("cat\tone\ndog\ncat\tanother\n")
-        with pytest.raises(ValueError, match=r"classes\.txt lists classes more than once: cat"):
-            open_data(root)
 
 
-def test_parquet_columns_of_another_kind_are_named(tmp_path):
-    write_table(tmp_path / "p", image=["a.png"], label=[0])
-    with pytest.raises(ValueError, match=r"column image of .* has the type string; it must contain encoded images"):
-        open_data(tmp_path / "p")
+def test_parquet_labels_of_another_kind_are_named(tmp_path):
     write_table(tmp_path / "p", image=[b""], label=[0.5])
-    with pytest.raises(ValueError, match=r"column label of .* has the type double"):
+    with pytest.raises(ValueError, match=r"train\.parquet is not a readable parquet file: .*0\.5.*int64"):
         open_data(tmp_path / "p")
     write_table(tmp_path / "p", image=[b"", b""], label=[1, None])
     with pytest.raises(ValueError, match=r"1 of 2 rows of .* have no label"):

@@ -697,12 +697,6 @@ def test_any_run_or_model_gives_a_backbone(data, tmp_path):
         load_backbone(str(tmp_path / "none"))
 
 
-def test_one_view_a_pass_tells_nothing_of_a_collapse_and_is_refused(data, tmp_path):
-    changes = "run.batch=1", "crops.global_count=1", "crops.local_count=2", "probe.bank=0"
-    with pytest.raises(ValueError, match="needs at least two global crops per pass"):
-        train(small_dino(data, *changes), tmp_path / "run")
-
-
 def test_a_run_of_another_kind_is_named(data, tmp_path):
     RunFolder(tmp_path / "run").write_recipe(small_dino(data))
     with pytest.raises(ValueError, match=r"another kind of run: its recipe has .*distill.*, a Recipe has .*augment"):

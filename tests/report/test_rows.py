@@ -70,7 +70,7 @@ def test_a_cut_or_garbled_line_is_named(line, tmp_path):
 
 def test_a_file_that_is_no_text_is_named(tmp_path):
     (tmp_path / "rows.csv").write_bytes(b"\xff\xfe\x00\n")
-    with pytest.raises(ValueError, match=r"rows\.csv is not a text file"):
+    with pytest.raises(ValueError, match=r"rows\.csv has the columns"):
         read_rows(tmp_path / "rows.csv", Row)
 
 

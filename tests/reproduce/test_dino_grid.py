@@ -19,7 +19,7 @@ from sima_attn.data.sources import open_data
 from sima_attn.dino.recipes import named_dino_recipe
 from sima_attn.dino.task import Dino
 from sima_attn.models.building import build_model
-from sima_attn.probe.features import LayerFeatures, OutputAndLayers, extract, features_of, with_workers
+from sima_attn.probe.features import LayerFeatures, extract, features_of, with_workers
 from sima_attn.report.rows import read_rows
 from sima_attn.reproduce import dino, dino_report
 from sima_attn.reproduce.dino import (
@@ -143,15 +143,14 @@ def test_a_run_writes_rows_is_not_made_twice_and_is_resumed(data, tmp_path, monk
 
 
 def test_the_evaluation_equals_the_two_commands(data, tmp_path):
-    """Decoded images and one pass give the features that `extract` takes from files, one kind at a time."""
+    """Decoded images give the features that `extract` takes from files."""
     recipe = dino_recipe(SIMA, data, False)
     model = build_model(recipe.model, 0).eval()
     source = open_data(data, "val")
     cache = Cache(source, recipe.data, torch.device("cpu"), broken=BrokenImages(source))
-    reader = OutputAndLayers(model)
-    output, layers = reader.split(features_of(reader, cache, recipe.data, batch=5))
-    for found, plain in ((output, model), (layers, LayerFeatures(model))):
-        expected = extract(plain, source, recipe.data, tmp_path / "features", batch=4)
+    for reader in (model, LayerFeatures(model)):
+        found = features_of(reader, cache, batch=5)
+        expected = extract(reader, source, recipe.data, tmp_path / "features", batch=4)
         assert np.allclose(found.values, expected.values, atol=5e-3)
         assert np.array_equal(found.labels, expected.labels)
         assert np.array_equal(found.indices, expected.indices)
@@ -250,13 +249,11 @@ def test_the_table_has_the_papers_numbers_and_what_became_of_a_run(tmp_path):
         result("xca", math.nan, math.nan, "collapsed at step 9"),
         result("supervised", weights="supervised"),
         result("random", 10.0, 20.0, epochs=0, weights="random"),
-        result("gone", 1.0, 2.0),
     ]
     lines = {line[0]: line[2:] for line in dino_table(rows).lines}
     assert lines["sima"] == ["40", "50.0", "60.0", "XCiT-S12/16, SimA", "71.2", "75.5"]
     assert lines["xca"] == ["40", "collapsed at step 9", "-", "XCiT-S12/16", "71.6", "75.8"]
     assert lines["random"] == ["0", "10.0", "20.0", "-", "-", "-"]
-    assert lines["gone"] == ["40", "1.0", "2.0", "-", "-", "-"]
     assert dino_table(rows).markdown().count("**sima**") == 1
     curves = [DinoCurveRow("sima", 40, epoch, 10.0 * epoch, 50.0) for epoch in (1.0, 2.0)]
     curves.append(DinoCurveRow("vit_softmax", 40, 1.0, 7.0, 50.0))  # it has not come to its end

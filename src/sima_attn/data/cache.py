@@ -56,7 +56,7 @@ class Cache:
             if good[indices].any():
                 images[indices[good[indices]]] = pixels
             on_step(int(indices[-1]) + 1, n)
-        self.source, self.good = source, good
+        self.source, self.data, self.good = source, data, good
         # In training the next readable image replaces a broken one; evaluation skips it.
         self.replacement = _next_good(good)
         self.images = images.to(device)
@@ -67,11 +67,14 @@ class Cache:
         for _, _, indices in batch_indices(self.source, share, seed, start=start, stop=stop, repeats=repeats):
             yield self.take(self.replacement[indices])
 
-    def evaluation_batches(self, batch: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
-        """Each readable image of this process once."""
-        mine = np.flatnonzero(self.good)[rank::world]
-        for _, _, indices in pieces_in_order(mine, batch):
-            yield self.take(indices)
+    def evaluation_batches(
+        self, batch: int, rank: int = 0, world: int = 1, among: np.ndarray | None = None
+    ) -> Iterator[Batch]:
+        """Each readable image of this process once, normalised; `among` are the indices of some of the images."""
+        readable = np.flatnonzero(self.good) if among is None else among[self.good[among]]
+        for _, _, indices in pieces_in_order(readable[rank::world], batch):
+            images, labels = self.take(indices)
+            yield Batch(normalise(images.float() / 255, self.data), labels)
 
     def take(self, indices: np.ndarray) -> Batch:
         """The images at these indices."""
@@ -79,17 +82,10 @@ class Cache:
         return Batch(self.images[chosen], self.labels[chosen])
 
 
-Decoded = dict[str, Cache]  # split -> its images
-
-
-def decode_once(
-    decoded: Decoded, split: str, source: Source, data: Data, device: torch.device, progress: RunProgress
-) -> Cache:
-    """The images of a split on the device, from `decoded`, or decoded now and added to it."""
-    if split not in decoded:
-        broken, counter = BrokenImages(source, progress.say), progress.counter(f"decoding {split}")
-        decoded[split] = Cache(source, data, device, broken=broken, on_step=counter)
-    return decoded[split]
+def decode(source: Source, split: str, data: Data, device: torch.device, progress: RunProgress) -> Cache:
+    """The images of a split on the device; progress and broken images are shown."""
+    broken, counter = BrokenImages(source, progress.say), progress.counter(f"decoding {split}")
+    return Cache(source, data, device, broken=broken, on_step=counter)
 
 
 def _next_good(good: np.ndarray) -> np.ndarray:

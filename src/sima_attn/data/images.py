@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import stat
@@ -85,8 +86,6 @@ def read_image(file: str | Path | IO[bytes]) -> Image:
         raise
     except UnidentifiedImageError:
         raise ValueError("it is not an image, or its beginning is damaged") from None
-    except Image.DecompressionBombError:  # Pillow's limit is higher than ours
-        raise ValueError(f"it has more than {MAX_PIXELS / 1e6:g} million pixels: make it smaller") from None
     except Exception as error:  # decoders raise anything on broken data
         raise ValueError(str(error) or type(error).__name__) from None
 
@@ -109,21 +108,9 @@ def make_upright(image: Image) -> Image:
     from PIL import ImageOps
 
     image.load()  # raises if pixels are missing; errors below concern only EXIF
-    try:
+    with contextlib.suppress(Exception):  # damaged EXIF; the pixels are fine
         ImageOps.exif_transpose(image, in_place=True)
-    except MemoryError:
-        raise
-    except Exception:  # damaged EXIF; the pixels are fine
-        pass
     return image
-
-
-def stored_size(path: str | Path) -> tuple[int, int]:
-    """(width, height) of an image file as stored, without its EXIF orientation."""
-    from PIL import Image
-
-    with Image.open(path) as image:
-        return image.size
 
 
 def cut_ends(image: Image) -> Image:

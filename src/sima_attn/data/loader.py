@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from sima_attn.data.images import cut_ends
 from sima_attn.data.settings import Augment, Data
 from sima_attn.data.sources import ImageSource, Source
-from sima_attn.data.workers import Loader, useful_workers
+from sima_attn.data.workers import Loader
 from sima_attn.models.preprocessing import Preprocessing
 
 if TYPE_CHECKING:
@@ -228,11 +228,21 @@ def batch_loader(
     return Loader(
         samples,
         batch_sampler=keys,
-        num_workers=useful_workers(workers),
+        num_workers=workers,
         collate_fn=collate,
         pin_memory=pin,
         generator=torch.Generator().manual_seed(0),
     )
+
+
+def decoded_batches(
+    samples: Samples, pieces: Iterator[Piece], workers: int, device: torch.device, broken: BrokenImages
+) -> Iterator[Batch]:
+    """Batches of the pieces on the device, decoded by worker processes; broken images are reported."""
+    for images, labels, skipped in batch_loader(samples, pieces, workers, device.type == "cuda"):
+        broken.add(skipped)
+        if len(labels):
+            yield Batch(images.to(device, non_blocking=True), labels.to(device, non_blocking=True))
 
 
 def training_batches(
@@ -247,12 +257,10 @@ def training_batches(
     device: torch.device,
     broken: BrokenImages,
 ) -> Iterator[Batch]:
-    """Augmented, normalised batches for the steps from start to stop, decoded by worker processes."""
+    """Augmented, normalised batches for the steps from start to stop."""
     samples = Samples(source, training_transform(data, augment), seed)
     pieces = batch_indices(source, share, seed, start=start, stop=stop, repeats=augment.repeats)
-    for images, labels, skipped in batch_loader(samples, pieces, data.workers, device.type == "cuda"):
-        broken.add(skipped)
-        yield Batch(images.to(device, non_blocking=True), labels.to(device, non_blocking=True))
+    return decoded_batches(samples, pieces, data.workers, device, broken)
 
 
 def evaluation_batches(
@@ -268,10 +276,7 @@ def evaluation_batches(
     """Each image of this process once, resized and center-cropped; broken images are skipped."""
     samples = Samples(source, evaluation_transform(data.preprocessing), seed=None)
     pieces = pieces_in_order(np.arange(rank, len(source), world), batch)
-    for images, labels, skipped in batch_loader(samples, pieces, data.workers, device.type == "cuda"):
-        broken.add(skipped)
-        if len(labels):
-            yield Batch(images.to(device, non_blocking=True), labels.to(device, non_blocking=True))
+    return decoded_batches(samples, pieces, data.workers, device, broken)
 
 
 def training_transform(data: Data, augment: Augment) -> Callable[[Any], Tensor]:
@@ -300,22 +305,14 @@ def training_transform(data: Data, augment: Augment) -> Callable[[Any], Tensor]:
             steps.append(transforms.RandomCrop(data.size, padding=augment.padding))
         first = transforms.Compose([*steps, transforms.RandomHorizontalFlip(augment.flip)])
     for step in second.transforms:
-        _fix_posterize(step)
+        for operation in getattr(step, "ops", []):  # of RandAugment
+            if operation.name.startswith("Posterize"):
+                operation.level_fn = partial(_at_least_one_bit, operation.level_fn)
     return transforms.Compose([first, second, last])
 
 
-def _fix_posterize(step: Any) -> None:
-    """Let the posterize operations of timm's RandAugment, AugMix or AutoAugment keep at least one bit.
-
-    At a magnitude of 10, which noise can reach from 9, timm asks for 0 bits, and Pillow raises.
-    """
-    operations = getattr(step, "ops", [op for ops in getattr(step, "policy", []) for op in ops])
-    for op in operations:
-        if op.name.startswith("Posterize"):
-            op.level_fn = partial(_at_least_one_bit, op.level_fn)
-
-
 def _at_least_one_bit(bits: Callable[[float, Any], tuple[int]], level: float, settings: Any) -> tuple[int]:
+    """At a magnitude of 10, which noise can reach from 9, timm keeps 0 bits, and Pillow raises."""
     return (max(1, bits(level, settings)[0]),)
 
 

@@ -16,29 +16,15 @@ from torch.utils.data import DataLoader, Dataset
 LONGEST_TEMP_DIR = 70
 
 
-def useful_workers(workers: int) -> int:
-    """The requested number of workers, at most one per core; batches do not depend on it."""
-    return min(workers, os.cpu_count() or 1)
-
-
-def shorten_temp_dir() -> None:
-    """Use /tmp as the temporary folder of a worker process if the path is too long for a socket.
-
-    Workers send batches through a socket in that folder. A worker thread opens it: if that fails, the main process
-    gets neither a batch nor an error and waits forever.
-    """
-    if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TEMP_DIR:
-        tempfile.tempdir = "/tmp"
-
-
 class Loader(DataLoader):
     """DataLoader whose workers work under a long TMPDIR and ignore signals to the whole process group.
 
     The step in progress still needs their batches.
     """
 
-    def __init__(self, samples: Dataset, **options: Any) -> None:
-        super().__init__(samples, worker_init_fn=_start_worker, **options)
+    def __init__(self, samples: Dataset, *, num_workers: int, **options: Any) -> None:
+        num_workers = min(num_workers, os.cpu_count() or 1)
+        super().__init__(samples, num_workers=num_workers, worker_init_fn=_start_worker, **options)
 
     def __iter__(self) -> Any:
         with termination_blocked():
@@ -46,7 +32,10 @@ class Loader(DataLoader):
 
 
 def _start_worker(worker: int) -> None:
-    shorten_temp_dir()
+    # Workers send batches through a socket in the temporary folder. A thread opens it: if its path is too long, the
+    # main process gets neither a batch nor an error and waits forever.
+    if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TEMP_DIR:
+        tempfile.tempdir = "/tmp"
     leave_signals_to_parent()
 
 
@@ -66,7 +55,7 @@ def termination_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def leave_signals_to_parent(worker: int = 0) -> None:
+def leave_signals_to_parent() -> None:
     """Make a data worker ignore signals that are sent to its whole process group.
 
     It still stops when its parent terminates it, and shortly after its parent has exited.

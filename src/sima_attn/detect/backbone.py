@@ -140,7 +140,6 @@ class TransformerMaps(BlockMaps):
         body.prune_intermediate_layers(sorted(set(indices)), prune_norm=True)
 
     def plain(self, images: Tensor) -> list[Tensor]:
-        """Maps of a batch without padding, from timm's `forward_intermediates`."""
         taken = sorted(set(self.indices))
         maps = self.body.forward_intermediates(images, taken, intermediates_only=True)
         return [maps[taken.index(i)] for i in self.indices]
@@ -158,7 +157,6 @@ class DeitMaps(TransformerMaps):
     """Maps of timm's VisionTransformer; position embeddings are resampled to the grid of each image."""
 
     def masked(self, images: Tensor, layout: BatchLayout) -> list[Tensor]:
-        """Maps of a padded batch."""
         vit: Any = self.body
         if type(vit.blocks[0]) is not Block:
             raise ValueError(f"{type(vit.blocks[0]).__name__} does not support padding; use images of one size")
@@ -195,7 +193,6 @@ class XcitMaps(TransformerMaps):
         body.cls_token = None  # it is used only after the blocks, and would have no gradient
 
     def masked(self, images: Tensor, layout: BatchLayout) -> list[Tensor]:
-        """Maps of a padded batch."""
         xcit: Any = self.body
         x, stride = images, 1
         for layer in xcit.patch_embed.proj:  # convolution with stride 2 and norm, activation, ...
@@ -235,11 +232,9 @@ class CvtMaps(BlockMaps):
         body.prune_intermediate_layers(len(body.stages), prune_norm=True)
 
     def plain(self, images: Tensor) -> list[Tensor]:
-        """Maps of a batch without padding."""
         return self.body.forward_intermediates(images, intermediates_only=True)
 
     def masked(self, images: Tensor, layout: BatchLayout) -> list[Tensor]:
-        """Maps of a padded batch."""
         maps: list[Tensor] = []
         x = images
         for stage, stride in zip(self.body.stages, self.strides, strict=True):

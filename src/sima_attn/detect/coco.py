@@ -22,7 +22,7 @@ from PIL.Image import Image
 from torch import Tensor
 
 from sima_attn._files import atomic_write
-from sima_attn.data.images import check_size, read_image, stored_size
+from sima_attn.data.images import check_size, read_image
 from sima_attn.data.sources import ImageSource
 
 # Locations of the files of a split, in order of preference.
@@ -35,7 +35,6 @@ ANNOTATION_FILES = (
 )
 IMAGE_FOLDERS = ("{split}2017", "images/{split}2017", "{split}", "images/{split}", "images", ".")
 MIN_SIDE = 1.0  # pixels, of a box to train on
-MAX_OUTLINE = 2_000_000  # pixels, length of a polygon; pycocotools uses about 100 bytes per pixel
 RLE = re.compile("(?:[P-o]{0,5}[0-O])+")  # a compressed run-length code: continued digits, then the last digit
 KINDS = {"box": "bbox", "mask": "segm"}
 
@@ -48,21 +47,16 @@ def check_pycocotools() -> None:
         raise ValueError("this needs pycocotools, which is not installed: pip install 'sima-attn[detection]'") from None
 
 
-class SkippedRecords:
-    """Counts skipped records of a file by reason, and keeps the first of each."""
+class SkippedRecords(dict[str, list[Any]]):
+    """Reason -> the ids of the records of a file that are skipped for it."""
 
-    def __init__(self) -> None:
-        self.reasons: dict[str, tuple[int, str]] = {}
-
-    def add(self, reason: str, record: Any) -> None:
+    def add(self, reason: str, record: Mapping[str, Any]) -> None:
         """Count a record."""
-        name = f"id {record.get('id', 'none')!s:.40}" if isinstance(record, dict) else f"{record!s:.40}"
-        count, first = self.reasons.get(reason, (0, name))
-        self.reasons[reason] = (count + 1, first)
+        self.setdefault(reason, []).append(record.get("id", "none"))
 
     def lines(self) -> list[str]:
         """One line per reason."""
-        return [f"skipped {count} {reason}, the first: {first}" for reason, (count, first) in self.reasons.items()]
+        return [f"skipped {len(ids)} {reason}, the first: id {ids[0]!s:.40}" for reason, ids in self.items()]
 
 
 class CocoData(ImageSource):
@@ -72,7 +66,7 @@ class CocoData(ImageSource):
         images: Records of the file: id, file_name, height, width.
         objects: The annotations of each image, including crowds.
         classes: Class names; label k is classes[k - 1]. The category ids may have gaps.
-        category_ids: The category id of each class.
+        category_ids, category_names: The category id of each class; id and name in one string.
     """
 
     def __init__(
@@ -86,15 +80,11 @@ class CocoData(ImageSource):
         self.file, self.folder, self.images, self.objects, self.categories = file, folder, images, objects, categories
         self.classes = [str(category["name"]) for category in categories]
         self.category_ids = [int(category["id"]) for category in categories]
+        self.category_names = [f"{category['id']} {category['name']}" for category in categories]
         self.labels = {id_: label for label, id_ in enumerate(self.category_ids, start=1)}
 
     def __len__(self) -> int:
         return len(self.images)
-
-    @property
-    def categories_by_id(self) -> dict[int, str]:
-        """Id -> name."""
-        return dict(zip(self.category_ids, self.classes, strict=True))
 
     def name(self, index: int) -> str:
         """The path of an image."""
@@ -105,13 +95,10 @@ class CocoData(ImageSource):
         record = self.images[index]
         image, annotated = read_image(self.name(index)), (record["width"], record["height"])
         if image.size != annotated:
-            message = f"its size is {image.size}, but {annotated} in the annotations"
-            if stored_size(self.name(index)) == annotated:
-                message += (
-                    ", which ignore its EXIF orientation; annotate the upright image, or remove the orientation from "
-                    "the file"
-                )
-            raise ValueError(message)
+            raise ValueError(
+                f"its size is {image.size}, but {annotated} in the annotations; where the sides are swapped, the "
+                "annotations ignore its EXIF orientation: annotate the upright image"
+            )
         return image
 
     def target(self, index: int) -> dict[str, Tensor]:
@@ -138,7 +125,6 @@ class CocoData(ImageSource):
 
     def ground_truth(self) -> Any:
         """These annotations as pycocotools' COCO; missing areas are computed from the masks."""
-        check_pycocotools()
         from pycocotools.coco import COCO
 
         coco = COCO()
@@ -148,8 +134,7 @@ class CocoData(ImageSource):
                 area: Any = a.get("area")
                 if not (_is_finite(area) and area >= 0):
                     area = int(mask_of(a, image["height"], image["width"]).sum())
-                known = {"id": len(annotations) + 1, "image_id": image["id"], "area": area}
-                annotations.append({**a, **known})
+                annotations.append({**a, "id": len(annotations) + 1, "image_id": image["id"], "area": area})
         coco.dataset = {"images": self.images, "annotations": annotations, "categories": self.categories}
         with contextlib.redirect_stdout(io.StringIO()):
             coco.createIndex()
@@ -175,11 +160,7 @@ def open_coco(path: str | Path, split: str, say: Callable[[str], None] = print) 
     objects: list[list[dict[str, Any]]] = [[] for _ in images]
     known = {category["id"] for category in categories}
     for annotation in content["annotations"]:
-        if not isinstance(annotation, dict):
-            skipped.add("annotations that are not JSON objects", annotation)
-            continue
-        image_id = annotation.get("image_id")
-        place = places.get(image_id) if _is_id(image_id) else None
+        place = places.get(annotation.get("image_id"))
         if place is None:
             skipped.add("annotations of an image that is not in the file", annotation)
             continue
@@ -197,13 +178,10 @@ def read_json(file: Path) -> dict[str, Any]:
     """The content of an annotation file."""
     try:
         content = json.loads(file.read_text())
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, too many digits, too deep
+    except ValueError as error:  # not UTF-8, or not JSON
         raise ValueError(f"{file} is not JSON: {error}") from error
-    missing = [
-        key
-        for key in ("images", "annotations", "categories")
-        if not isinstance(content, dict) or not isinstance(content.get(key), list)
-    ]
+    lists = ("images", "annotations", "categories")
+    missing = [key for key in lists if not isinstance(content, dict) or not isinstance(content.get(key), list)]
     if missing:
         raise ValueError(f"{file} is not in COCO's instances format: it has no list of {', '.join(missing)}")
     return content
@@ -211,14 +189,8 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def _categories(content: dict[str, Any], file: Path) -> list[dict[str, Any]]:
     categories = content["categories"]
-    wrong = [
-        c
-        for c in categories
-        if not isinstance(c, dict) or "name" not in c or not _is_id(c.get("id")) or isinstance(c["id"], str)
-    ]
-    if wrong or not categories:
-        given = wrong[0] if wrong else "none"
-        raise ValueError(f"{file}: a category needs a whole number as id, and a name; got {given}")
+    if not categories or not all(isinstance(c.get("id"), int) and "name" in c for c in categories):
+        raise ValueError(f"{file}: a category needs a whole number as id, and a name; got {categories[:3]}")
     if len({c["id"] for c in categories}) != len(categories):
         raise ValueError(f"{file}: two categories have the same id")
     return sorted(categories, key=lambda category: category["id"])
@@ -227,25 +199,19 @@ def _categories(content: dict[str, Any], file: Path) -> list[dict[str, Any]]:
 def _images(content: dict[str, Any], file: Path, skipped: SkippedRecords) -> list[dict[str, Any]]:
     images: dict[int | str, dict[str, Any]] = {}
     for record in content["images"]:
-        if not isinstance(record, dict):
-            skipped.add("images that are not JSON objects", record)
-            continue
-        sides: list[Any] = [_whole(record.get(side)) for side in ("height", "width")]
-        name = record.get("file_name")
-        if not _is_id(record.get("id")) or not isinstance(name, str) or not name:
+        height, width = (_whole(record.get(side)) for side in ("height", "width"))
+        if record.get("id") is None or not record.get("file_name"):
             skipped.add("images without an id or a file_name", record)
-        elif not all(isinstance(side, int) and side > 0 for side in sides):
+        elif not (height > 0 and width > 0):
             skipped.add("images without a height and a width", record)
-        elif not _is_allowed(*sides):
+        elif not _is_allowed(height, width):
             skipped.add("images with too many pixels or too large an aspect ratio", record)
         elif record["id"] in images:
             raise ValueError(f"{file}: two images have the id {record['id']}")
         else:
-            images[record["id"]] = {**record, "height": sides[0], "width": sides[1]}
+            images[record["id"]] = {**record, "height": height, "width": width}
     if not images:
         raise ValueError("; ".join([f"{file} has no usable images", *skipped.lines()]))
-    if len({type(id_) for id_ in images}) > 1:
-        raise ValueError(f"{file}: some image ids are numbers and some are strings; use one type")
     return list(images.values())
 
 
@@ -263,13 +229,9 @@ def _checked(annotation: dict[str, Any], image: Mapping[str, Any], known: set[in
 
     pycocotools does not check its input, and invalid values make it access memory out of bounds.
     """
-    category = annotation.get("category_id")
-    if not _is_id(category) or category not in known:
+    if annotation.get("category_id") not in known:
         return "of a category that is not in the file", {}
-    crowd = annotation.get("iscrowd")
-    if crowd not in (None, 0, 1):
-        return "whose iscrowd is neither 0 nor 1", {}
-    annotation = {**annotation, "iscrowd": int(crowd or 0)}
+    annotation = {**annotation, "iscrowd": int(annotation.get("iscrowd") == 1)}
     box = annotation.get("bbox")
     if not isinstance(box, list) or len(box) != 4 or not all(_is_finite(x) for x in box):
         return "whose box is not four numbers", {}
@@ -288,22 +250,17 @@ def _checked(annotation: dict[str, Any], image: Mapping[str, Any], known: set[in
     if not polygons:
         return "without a mask", {}
     if not all(_fits(p, image["width"], image["height"]) for p in polygons):
-        return "with a polygon far outside the image, or too long", {}
+        return "with a polygon far outside the image", {}
     return "", {**annotation, "segmentation": polygons}
 
 
-def _is_id(x: object) -> bool:
-    """A string or a 64-bit integer: pycocotools puts ids into arrays."""
-    return isinstance(x, str) or (isinstance(x, int) and -(2**63) <= x < 2**63)
-
-
-def _whole(x: object) -> object:
-    """640.0 -> 640; some tools write sizes as floats."""
-    return int(x) if isinstance(x, float) and x.is_integer() else x
+def _whole(x: object) -> int:
+    """640.0 -> 640, since some tools write sizes as floats; 0 for anything but a whole number."""
+    return int(x) if isinstance(x, int | float) and x == x // 1 else 0
 
 
 def _is_finite(x: object) -> bool:
-    return isinstance(x, int | float) and abs(x) < 1e300  # `math.isfinite` raises for a large int
+    return isinstance(x, int | float) and math.isfinite(x)
 
 
 def _is_allowed(height: int, width: int) -> bool:
@@ -319,22 +276,18 @@ def _is_polygon(p: object) -> bool:
 
 
 def _fits(polygon: list[float], width: int, height: int) -> bool:
-    """Whether a polygon is within one image size of the image, and not too long to be drawn."""
+    """Whether a polygon is within one image size of the image: pycocotools draws all of it, wherever it goes."""
     points, size = np.array(polygon, dtype=float).reshape(-1, 2), (width, height)  # [n, 2]
-    near = (points >= np.negative(size)) & (points <= np.multiply(2, size))
-    length = np.abs(points - np.roll(points, 1, axis=0)).max(axis=1).sum()
-    return bool(near.all() and length <= MAX_OUTLINE)
+    return bool(((points >= np.negative(size)) & (points <= np.multiply(2, size))).all())
 
 
 def _covers(counts: object, pixels: int) -> bool:
     """Whether the lengths of a run-length code, a list or a string, add up to the number of pixels."""
     if isinstance(counts, str):
-        return bool(RLE.fullmatch(counts)) and _adds_up(run_lengths(counts), pixels)
-    return isinstance(counts, list) and all(isinstance(n, int) for n in counts) and _adds_up(counts, pixels)
-
-
-def _adds_up(lengths: Sequence[int], pixels: int) -> bool:
-    return len(lengths) > 0 and min(lengths) >= 0 and sum(lengths) == pixels
+        counts = run_lengths(counts) if RLE.fullmatch(counts) else []
+    if not isinstance(counts, list) or not all(isinstance(n, int) and n >= 0 for n in counts):
+        return False
+    return sum(counts) == pixels
 
 
 def run_lengths(code: str) -> list[int]:
@@ -381,24 +334,29 @@ def mask_of(annotation: Mapping[str, Any], height: int, width: int) -> np.ndarra
     return mask.decode(code)
 
 
+def encode_mask(mask: np.ndarray) -> dict[str, Any]:
+    """A mask [height, width] of 0 and 1 as COCO's run-length code."""
+    from pycocotools.mask import encode
+
+    code = encode(np.asfortranarray(mask))
+    return {"size": list(code["size"]), "counts": code["counts"].decode("ascii")}
+
+
 def to_results(image_id: int, detections: Mapping[str, Tensor], category_ids: Sequence[int]) -> list[dict[str, Any]]:
     """Detections of an image in COCO's result format, with masks as run-length codes."""
-    from pycocotools import mask
-
     boxes = detections["boxes"].float().cpu()
     boxes = torch.cat([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], dim=1)
     binary = (detections["masks"][:, 0] > 0.5).to(torch.uint8).cpu().numpy()
     rows = zip(boxes.tolist(), detections["labels"].tolist(), detections["scores"].tolist(), binary, strict=True)
     results = []
     for box, label, score, pixels in rows:
-        code = mask.encode(np.asfortranarray(pixels))
         results.append(
             {
                 "image_id": image_id,
                 "category_id": category_ids[label - 1],
                 "bbox": [round(x, 2) for x in box],
                 "score": round(score, 5),
-                "segmentation": {"size": list(code["size"]), "counts": code["counts"].decode("ascii")},
+                "segmentation": encode_mask(pixels),
             }
         )
     return results

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from torchvision.models.detection import MaskRCNN
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor
@@ -64,39 +65,13 @@ def is_empty(boxes: Tensor) -> Tensor:
     return boxes[..., 2] <= boxes[..., 0]
 
 
-def at_least_float32(x: Tensor) -> Tensor:
-    """Cast to float32, unless the dtype is larger.
+def _to_float32(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+    """Forward hook that casts the outputs of a head to float32, unless their dtype is larger.
 
     torchvision rounds boxes to the dtype of the head outputs. Under autocast that is bfloat16, with a resolution of 8
     pixels at 1333.
     """
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-class RegionHead(RPNHead):
-    """torchvision's module with float32 outputs."""
-
-    def forward(self, x: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Maps -> objectness and box offsets per map."""
-        objectness, offsets = super().forward(x)
-        return [at_least_float32(o) for o in objectness], [at_least_float32(o) for o in offsets]
-
-
-class BoxPredictor(FastRCNNPredictor):
-    """torchvision's module with float32 outputs."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Regions -> class scores and box offsets."""
-        scores, offsets = super().forward(x)
-        return at_least_float32(scores), at_least_float32(offsets)
-
-
-class MaskPredictor(MaskRCNNPredictor):
-    """torchvision's module with float32 outputs."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Regions -> masks per class."""
-        return at_least_float32(super().forward(x))
+    return tree_map(lambda x: x.to(torch.promote_types(x.dtype, torch.float32)), outputs)
 
 
 class ProposalNetwork(RegionProposalNetwork):
@@ -161,15 +136,19 @@ class SimaMaskRCNN(MaskRCNN):
         **kwargs: Any,
     ) -> None:
         anchors = Anchors()
-        head = RegionHead(backbone.out_channels, anchors.num_anchors_per_location()[0])
+        head = RPNHead(backbone.out_channels, anchors.num_anchors_per_location()[0])
+        box_predictor = FastRCNNPredictor(1024, num_classes + 1)  # 0 is the background
+        mask_predictor = MaskRCNNPredictor(256, 256, num_classes + 1)
+        for part in (head, box_predictor, mask_predictor):
+            part.register_forward_hook(_to_float32)
         super().__init__(
             backbone,
             rpn_anchor_generator=anchors,
             rpn_head=head,
             box_roi_pool=pool(7),
-            box_predictor=BoxPredictor(1024, num_classes + 1),  # 0 is the background
+            box_predictor=box_predictor,
             mask_roi_pool=pool(14),
-            mask_predictor=MaskPredictor(256, 256, num_classes + 1),
+            mask_predictor=mask_predictor,
             _skip_resize=True,  # only in training
             **kwargs,
         )
@@ -274,11 +253,6 @@ def build_mask_rcnn(
         score_threshold, detections: Minimum score, and maximum number of detections per image.
         proposals: Maximum number of regions per image that the heads process.
     """
-    if num_classes < 1 or side < 1 or longest < side:
-        raise ValueError(
-            f"num_classes and side must be at least 1, and longest at least side; got {num_classes=}, {side=}, "
-            f"{longest=}"
-        )
     maps = block_maps(name, blocks=blocks, drop_path=drop_path, prepare=prepare, **kwargs)
     return SimaMaskRCNN(
         Pyramid(maps, norm_maps),

@@ -15,20 +15,17 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import Tensor
+from torchvision.transforms.functional import pil_to_tensor
 
 from sima_attn._files import atomic_write
 from sima_attn.data.images import check_not_over, open_photos, to_rgb, unique_name
+from sima_attn.detect.coco import encode_mask
 from sima_attn.detect.mask_rcnn import SimaMaskRCNN
 from sima_attn.detect.weights import LoadedDetector
 
 Rectangle = tuple[float, float, float, float]
 MASK_OPACITY = 115  # of 255
 GOLDEN_RATIO = 0.618033988749895  # of a full turn: consecutive labels get clearly different hues
-
-
-def to_tensor(image: Image.Image) -> Tensor:
-    """An RGB image as bytes [3, height, width]."""
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
 
 
 class Detections(NamedTuple):
@@ -62,7 +59,7 @@ def detect(model: SimaMaskRCNN, image: Image.Image, threshold: float = 0.5) -> D
     factor = max(1, max(image.size) // model.transform.max_size)
     reduced = ImageOps.scale(to_rgb(image), 1 / factor, Image.Resampling.BOX)
     device = next(model.parameters()).device
-    found = model([to_tensor(reduced).to(device).float() / 255])[0]
+    found = model([pil_to_tensor(reduced).to(device).float() / 255])[0]
     kept = found["scores"] >= threshold
     masks = found["masks"][kept, 0] > 0.5
     boxes, labels, scores, masks = (x.cpu() for x in (*(found[k][kept] for k in ("boxes", "labels", "scores")), masks))
@@ -131,19 +128,16 @@ def colour(label: int) -> tuple[int, int, int]:
 
 def as_json(path: Path, image: Image.Image, found: Detections, classes: Sequence[str]) -> dict[str, Any]:
     """The detections on a photo as plain values, with masks as COCO's run-length codes."""
-    from pycocotools import mask
-
     objects = []
     for i, (box, label, score) in enumerate(
         zip(found.boxes.tolist(), found.labels.tolist(), found.scores.tolist(), strict=True)
     ):
-        code = mask.encode(np.asfortranarray(found.mask_at(i, image.size).astype(np.uint8)))
         objects.append(
             {
                 "class": classes[label - 1],
                 "score": round(score, 4),
                 "box": [round(x, 1) for x in box],  # x0, y0, x1, y1
-                "mask": {"size": list(code["size"]), "counts": code["counts"].decode("ascii")},
+                "mask": encode_mask(found.mask_at(i, image.size).astype(np.uint8)),
             }
         )
     return {"photo": str(path), "width": image.width, "height": image.height, "objects": objects}

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torchvision.transforms.functional import pil_to_tensor
 
 from sima_attn._settings import to_dict
 from sima_attn.data.loader import (
@@ -26,10 +27,9 @@ from sima_attn.data.loader import (
     seed_everything,
     steps_per_epoch,
 )
-from sima_attn.data.sources import few_of
+from sima_attn.data.sources import check_same_names
 from sima_attn.detect.coco import CocoData, CocoScores, check_pycocotools, coco_scores, open_coco, to_results
 from sima_attn.detect.mask_rcnn import Target
-from sima_attn.detect.predict import to_tensor
 from sima_attn.detect.recipes import DetectRecipe
 from sima_attn.detect.weights import build_detector
 from sima_attn.report.progress import RunProgress
@@ -53,7 +53,7 @@ class TrainingSamples(Samples):
 
     def sample(self, image: Image, index: int) -> tuple[Tensor, Target]:
         """The augmented image and its objects."""
-        return self.transform(to_tensor(image), self.source.target(index))
+        return self.transform(pil_to_tensor(image), self.source.target(index))
 
 
 class EvaluationSamples(Samples):
@@ -69,11 +69,12 @@ class Detection(Task):
 
     def __init__(self, recipe: DetectRecipe, fabric: Fabric, progress: RunProgress) -> None:
         self.recipe, self.fabric, self.progress = recipe, fabric, progress
+        self.title = f"{recipe.name}: Mask R-CNN on {recipe.model.name}"
         data = recipe.data
         self.data = open_coco(data.path, data.train_split, progress.say).only_trainable()
         self.evaluated = {split: open_coco(data.path, split, progress.say) for split in data.eval_splits}
         for other in self.evaluated.values():
-            check_same_categories(self.data, other)
+            check_same_names(self.data.file, self.data.category_names, other.file, other.category_names)
         self.share = Share(recipe.run.batch, fabric.global_rank, fabric.world_size, recipe.run.accumulate)
         self.steps_per_epoch = steps_per_epoch(self.data, self.share)
         seed_everything(recipe.run.seed)
@@ -93,6 +94,12 @@ class Detection(Task):
                 {name: value.to(device, non_blocking=True) for name, value in target.items()} for _, target in loaded
             ]
             yield Batch(images, targets)
+
+    def about(self, recipe: DetectRecipe) -> dict[str, Any]:
+        """Recipe, classes and number of training images."""
+        data = self.data
+        known = {"classes": data.classes, "category_ids": data.category_ids, "images": len(data)}
+        return {"detector": to_dict(recipe), **known}
 
     def after_step(self, step: int) -> None:
         """Report broken images of all processes at each logging step."""
@@ -128,27 +135,15 @@ class Detection(Task):
         )
         if share.world == 1:
             return coco_scores(data, results, seen).metrics()
-        return self.scores_of_all(data, results, seen)
-
-    def scores_of_all(self, data: CocoData, results: list[dict[str, Any]], seen: list[int]) -> dict[str, float]:
-        """The first process computes the AP from the results of all processes and broadcasts it."""
-        from torch import distributed
-
-        parts: list[Any] = [None] * self.share.world
+        # The first process computes the AP from the results of all processes and broadcasts it.
+        parts: list[Any] = [None] * share.world
         distributed.all_gather_object(parts, (results, seen))
         metrics: list[Any] = [None]
-        if self.share.rank == 0:
+        if share.rank == 0:
             found = [result for part, _ in parts for result in part]
             metrics = [coco_scores(data, found, [i for _, ids in parts for i in ids]).metrics()]
         distributed.broadcast_object_list(metrics)
         return metrics[0]
-
-
-def check_same_categories(train: CocoData, val: CocoData) -> None:
-    """Raise ValueError unless both splits have the same categories."""
-    if train.categories_by_id != val.categories_by_id:
-        differ = sorted(set(train.categories_by_id.items()) ^ set(val.categories_by_id.items()))
-        raise ValueError(f"{train.file} and {val.file} have different categories: {differ[:3]}; make them the same")
 
 
 @torch.no_grad()
@@ -171,7 +166,7 @@ def predict_results(
     was_training = model.training
     model.eval()
     pieces = list(pieces_in_order(np.arange(rank, len(data), world), batch))
-    samples, pin = EvaluationSamples(data, to_tensor, seed=None), device.type == "cuda"
+    samples, pin = EvaluationSamples(data, pil_to_tensor, seed=None), device.type == "cuda"
     results, seen = [], []
     for done, (loaded, skipped) in enumerate(batch_loader(samples, iter(pieces), workers, pin, collate_readable), 1):
         broken.add(skipped)
@@ -208,11 +203,7 @@ def evaluate_detector(
 ) -> EvalResult:
     """AP of a detector that was trained on these classes, on a split of a folder in COCO's format."""
     data = open_coco(path, split, say)
-    if data.classes != list(classes):
-        raise ValueError(
-            f"the classes differ: the model was trained on {len(classes)} ({few_of(classes)}), {data.file} has "
-            f"{len(data.classes)} ({few_of(data.classes)})"
-        )
+    check_same_names("the model", classes, data.file, data.classes)
     where = torch.device(device)
     results, seen = predict_results(
         model.to(where), data, batch=batch, workers=workers, device=where, say=say, on_step=on_step
@@ -225,20 +216,4 @@ def train_detector(
 ) -> RunSummary:
     """Train by a recipe into a folder, or resume the run in it."""
     check_pycocotools()
-    return train_task(
-        recipe,
-        out,
-        build=Detection,
-        about=lambda task: {
-            "detector": to_dict(recipe),
-            "classes": task.data.classes,
-            "category_ids": task.data.category_ids,
-            "images": len(task.data),
-        },
-        weights=lambda task: task.model,
-        title=f"{recipe.name}: Mask R-CNN on {recipe.model.name}",
-        command="detect train",
-        resume=resume,
-        device=device,
-        quiet=quiet,
-    )
+    return train_task(recipe, out, build=Detection, command="detect train", resume=resume, device=device, quiet=quiet)

@@ -23,7 +23,8 @@ def build_detector(recipe: DetectRecipe, num_classes: int, *, start: bool = Fals
     settings = {**model.kwargs, **kwargs}
     if not start:
         settings.pop("pretrained", None)
-    weights = model.weights if start else None
+    elif model.weights:
+        settings["prepare"] = partial(load_backbone, what=model.weights)
     return build_mask_rcnn(
         model.name,
         num_classes,
@@ -34,7 +35,6 @@ def build_detector(recipe: DetectRecipe, num_classes: int, *, start: bool = Fals
         side=recipe.data.side,
         longest=recipe.data.longest,
         proposals=model.proposals,
-        prepare=(lambda backbone: load_backbone(backbone, weights)) if weights else (lambda backbone: None),
         **settings,
     )
 

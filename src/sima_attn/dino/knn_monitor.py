@@ -5,15 +5,14 @@ Shapes: B batch, n images, C channels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sima_attn.data.cache import Cache, Decoded, decode_once, normalise
-from sima_attn.data.loader import Batch, BrokenImages, Share, evaluation_batches
+from sima_attn.data.cache import Cache, decode
+from sima_attn.data.loader import BrokenImages, Share, evaluation_batches
 from sima_attn.data.sources import Source, check_same_classes, open_data
 from sima_attn.dino.recipes import DinoRecipe
 from sima_attn.probe.features import Subset
@@ -33,7 +32,7 @@ class KnnProbe:
         fabric: Fabric,
         share: Share,
         train: Source,
-        decoded: Decoded,
+        train_cache: Cache | None,
         progress: RunProgress,
     ) -> None:
         self.recipe, self.fabric, self.share, self.classes = recipe, fabric, share, len(train.classes)
@@ -43,10 +42,9 @@ class KnnProbe:
         if count < recipe.probe.k:
             raise ValueError(f"probe.k must be at most {count}, the number of training images, got {recipe.probe.k}")
         bank = Subset(train, np.linspace(0, len(train) - 1, count).round().astype(int))
-        if recipe.data.cache:
-            decode_once(decoded, "val", val, recipe.data, fabric.device, progress)
-        self.bank = (bank, bank.indices, decoded.get("train"), BrokenImages(bank, progress.say))
-        self.val = (val, np.arange(len(val)), decoded.get("val"), BrokenImages(val, progress.say))
+        val_cache = decode(val, "val", recipe.data, fabric.device, progress) if recipe.data.cache else None
+        self.bank = (bank, bank.indices, train_cache, BrokenImages(bank, progress.say))
+        self.val = (val, np.arange(len(val)), val_cache, BrokenImages(val, progress.say))
 
     def __call__(self, backbone: nn.Module) -> dict[str, float]:
         """knn_top1 and knn_top5 over all processes; each process evaluates its share of the val images."""
@@ -77,31 +75,18 @@ class KnnProbe:
     def features(
         self, backbone: nn.Module, source: Source, indices: np.ndarray, cache: Cache | None, broken: BrokenImages
     ) -> tuple[Tensor, Tensor]:
-        """Features [n, C] and labels [n] of this process's share."""
+        """Features [n, C] and labels [n] of this process's share; `indices` are positions in the cache."""
+        rank, world, batch = self.share.rank, self.share.world, self.share.piece
+        if cache is not None:
+            batches = cache.evaluation_batches(batch, rank, world, among=indices)
+        else:
+            batches = evaluation_batches(
+                source, self.recipe.data, batch, device=self.fabric.device, broken=broken, rank=rank, world=world
+            )
         features, labels = [], []
-        for images, numbers in self.batches(source, indices, cache, broken):
+        for images, numbers in batches:
             with self.fabric.autocast():
                 features.append(backbone(images).float())
             labels.append(numbers)
         broken.gather()
-        if not features:
-            raise ValueError(
-                f"there are only {len(source)} images, none for process {self.share.rank}; use fewer processes"
-            )
         return torch.cat(features), torch.cat(labels)
-
-    def batches(
-        self, source: Source, indices: np.ndarray, cache: Cache | None, broken: BrokenImages
-    ) -> Iterator[Batch]:
-        """Each readable image of this process once; `indices` are positions in the cache."""
-        share, data, batch = self.share, self.recipe.data, max(self.share.piece, 1)
-        if cache is None:
-            yield from evaluation_batches(
-                source, data, batch, device=self.fabric.device, broken=broken, rank=share.rank, world=share.world
-            )
-            return
-        mine = indices[cache.good[indices]][share.rank :: share.world]
-        for part in np.split(mine, range(batch, len(mine), batch)):
-            if len(part):
-                images, labels = cache.take(part)
-                yield Batch(normalise(images.float() / 255, data), labels)

@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from sima_attn._settings import to_dict
-from sima_attn.data.cache import Decoded, decode_once, normalise
+from sima_attn.data.cache import decode, normalise
 from sima_attn.data.crops import CropBatch, CropImage, split_views
 from sima_attn.data.loader import (
     BrokenImages,
     Samples,
     Share,
     batch_indices,
-    batch_loader,
+    decoded_batches,
     seed_everything,
     steps_per_epoch,
 )
@@ -102,8 +102,6 @@ class Branch(nn.Module):
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute the backbone's blocks in the backward pass to save memory."""
-        if not hasattr(self.backbone, "set_grad_checkpointing"):
-            raise ValueError(f"{type(self.backbone).__name__} does not support run.grad_checkpointing; set it to false")
         self.backbone.set_grad_checkpointing(enable)  # type: ignore[operator]
 
 
@@ -178,12 +176,6 @@ def teacher_temperature(distill: Distill, epoch: int) -> float:
     return distill.teacher_temp_start + (distill.teacher_temp - distill.teacher_temp_start) * epoch / max(epochs - 1, 1)
 
 
-@torch.no_grad()
-def move_teacher(teacher: list[Tensor], student: list[Tensor], momentum: float) -> None:
-    """teacher <- momentum * teacher + (1 - momentum) * student, for parameters; the teacher keeps its own buffers."""
-    torch._foreach_lerp_(teacher, student, 1 - momentum)
-
-
 def build_backbone(recipe: DinoRecipe) -> nn.Module:
     """The model of a recipe without classifier: images -> features [B, C]."""
     model = build_model(recipe.model, 0)
@@ -193,18 +185,16 @@ def build_backbone(recipe: DinoRecipe) -> nn.Module:
 
 def check_takes_crops(model: nn.Module, recipe: DinoRecipe) -> int:
     """Channels of the features; raise if the model does not support the size of a crop."""
-    width = 0
-    sizes = [recipe.data.size, *([recipe.crops.local_size] if recipe.crops.local_count else [])]
-    for size in dict.fromkeys(sizes):
-        hint = "timm's ViTs need model.kwargs.dynamic_img_size=true; crops.local_size is the side of the local crops"
-        features = output_at(model, size, hint)
-        if features.dim() != 2:
-            raise ValueError(
-                f"{recipe.model.name} gives features of shape {tuple(features.shape)}, but DINO needs one vector per "
-                "image; set model.kwargs.global_pool"
-            )
-        width = features.shape[1]
-    return width
+    hint = "timm's ViTs need model.kwargs.dynamic_img_size=true; crops.local_size is the side of the local crops"
+    if recipe.crops.local_count:
+        output_at(model, recipe.crops.local_size, hint)
+    features = output_at(model, recipe.data.size, hint)
+    if features.dim() != 2:
+        raise ValueError(
+            f"{recipe.model.name} gives features of shape {tuple(features.shape)}, but DINO needs one vector per "
+            "image; set model.kwargs.global_pool"
+        )
+    return features.shape[1]
 
 
 class Dino(Task):
@@ -213,27 +203,21 @@ class Dino(Task):
     model: Branch
     recordable = True
 
-    def __init__(
-        self, recipe: DinoRecipe, fabric: Fabric, progress: RunProgress, decoded: Decoded | None = None
-    ) -> None:
+    def __init__(self, recipe: DinoRecipe, fabric: Fabric, progress: RunProgress) -> None:
         self.recipe, self.fabric = recipe, fabric
-        decoded = {} if decoded is None or not recipe.data.cache else decoded
+        self.title = f"DINO {recipe.name}: {recipe.model.name}, {recipe.model.attention or 'its own'} attention"
         self.source = open_data(recipe.data.path, "train", labelled=recipe.probe.bank > 0)
         self.classes = self.source.classes
         self.share = Share(recipe.run.batch, fabric.global_rank, fabric.world_size, recipe.run.accumulate)
-        images = recipe.run.batch // (fabric.world_size * recipe.run.accumulate)
-        if images * recipe.crops.global_count < 2:
-            raise ValueError(
-                "the teacher needs at least two global crops per pass to detect a collapse: increase run.batch or "
-                "crops.global_count, or decrease run.accumulate"
-            )
         self.steps_per_epoch = steps_per_epoch(self.source, self.share)
         self.total = recipe.schedule.all_epochs * self.steps_per_epoch
         self.broken = BrokenImages(self.source, progress.say)
         self.cache = None
         if recipe.data.cache:
-            self.cache = decode_once(decoded, "train", self.source, recipe.data, fabric.device, progress)
-        self.probe = KnnProbe(recipe, fabric, self.share, self.source, decoded, progress) if recipe.probe.bank else None
+            self.cache = decode(self.source, "train", recipe.data, fabric.device, progress)
+        self.probe = None
+        if recipe.probe.bank:
+            self.probe = KnnProbe(recipe, fabric, self.share, self.source, self.cache, progress)
         seed_everything(recipe.run.seed)
         backbone = build_backbone(recipe)
         dim = check_takes_crops(backbone, recipe)
@@ -263,15 +247,9 @@ class Dino(Task):
         seed, data = self.recipe.run.seed, self.recipe.data
         if self.cache is not None:
             return (images for images, _ in self.cache.batches(self.share, seed, start=start, stop=stop))
-        crop = CropImage(self.recipe.crops, data.size, data.interpolation)
-        return self._decoded(Samples(self.source, crop, seed), start, stop)
-
-    def _decoded(self, samples: Samples, start: int, stop: int) -> Iterator[Tensor]:
-        device = self.fabric.device
-        pieces = batch_indices(self.source, self.share, self.recipe.run.seed, start=start, stop=stop)
-        for rows, _, passed in batch_loader(samples, pieces, self.recipe.data.workers, device.type == "cuda"):
-            self.broken.add(passed)
-            yield rows.to(device, non_blocking=True)
+        samples = Samples(self.source, CropImage(self.recipe.crops, data.size, data.interpolation), seed)
+        pieces = batch_indices(self.source, self.share, seed, start=start, stop=stop)
+        return (rows for rows, _ in decoded_batches(samples, pieces, data.workers, self.fabric.device, self.broken))
 
     def prepare(self, batch: Tensor) -> list[Tensor]:
         """Normalised views of a batch: global ones [G * B, 3, S, S], then local ones [(V - G) * B, 3, s, s]."""
@@ -295,22 +273,10 @@ class Dino(Task):
             "feature_variance": spread(features),
         }
 
-    def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """No decay for biases and norms (all vectors); `decayed` marks the group that follows the schedule."""
-        trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-        plain = [p for name, p in trained if p.ndim <= 1 or name.endswith(".bias")]
-        rest = [p for name, p in trained if not (p.ndim <= 1 or name.endswith(".bias"))]
-        return [
-            {"params": plain, "weight_decay": 0.0, "decayed": False},
-            {"params": rest, "weight_decay": weight_decay, "decayed": True},
-        ]
-
     def before_step(self, step: int, groups: list[dict[str, Any]]) -> None:
         """Set the weight decay and the teacher's temperature of the step."""
         decay = cosine(self.recipe.optim.weight_decay, self.recipe.distill.weight_decay_end, step, self.total)
-        for group in groups:
-            if group["decayed"]:
-                group["weight_decay"] = decay
+        groups[1]["weight_decay"] = decay  # the first group is not decayed
         self.temperature.fill_(teacher_temperature(self.recipe.distill, step // self.steps_per_epoch))
         self.teacher_sums.zero_()
 
@@ -328,7 +294,8 @@ class Dino(Task):
     def after_step(self, step: int) -> None:
         """Update teacher and centre; stop the run if the teacher has collapsed."""
         momentum = cosine(self.recipe.distill.momentum, 1.0, step - 1, self.total)
-        move_teacher(self.teacher_parameters, self.student_parameters, momentum)
+        with torch.no_grad():  # parameters alone: the teacher keeps its own buffers
+            torch._foreach_lerp_(self.teacher_parameters, self.student_parameters, 1 - momentum)
         if self.cache is None and step % self.recipe.run.log_steps == 0:
             self.broken.gather()
         means = self.teacher_sums / self.recipe.run.accumulate
@@ -355,6 +322,14 @@ class Dino(Task):
         """Teacher and centre; the schedules depend only on the step."""
         return {"teacher": self.teacher, "centre": self.criterion}
 
+    def about(self, recipe: DinoRecipe) -> dict[str, Any]:
+        """Recipe, classes and number of training images."""
+        return {"task": "dino", "recipe": to_dict(recipe), "classes": self.classes, "images": len(self.source)}
+
+    def result(self) -> nn.Module:
+        """The teacher's backbone."""
+        return self.teacher.backbone
+
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """k-NN accuracy of the teacher's features in percent, over all processes; empty if probe.bank is 0."""
         if self.probe is None:
@@ -366,33 +341,7 @@ class Dino(Task):
 
 
 def train_dino(
-    recipe: DinoRecipe,
-    out: Path | str,
-    *,
-    resume: bool = False,
-    device: str = "auto",
-    quiet: bool = False,
-    decoded: Decoded | None = None,
+    recipe: DinoRecipe, out: Path | str, *, resume: bool = False, device: str = "auto", quiet: bool = False
 ) -> RunSummary:
-    """Train by a recipe into a folder, or resume the run in it. `weights.safetensors` is the teacher's backbone.
-
-    Args:
-        decoded: Decoded images, shared by runs with data.cache on the same images.
-    """
-    return train_task(
-        recipe,
-        out,
-        build=lambda recipe, fabric, progress: Dino(recipe, fabric, progress, decoded),
-        about=lambda task: {
-            "task": "dino",
-            "recipe": to_dict(recipe),
-            "classes": task.classes,
-            "images": len(task.source),
-        },
-        weights=lambda task: task.teacher.backbone,
-        title=f"DINO {recipe.name}: {recipe.model.name}, {recipe.model.attention or 'its own'} attention",
-        command="dino",
-        resume=resume,
-        device=device,
-        quiet=quiet,
-    )
+    """Train by a recipe into a folder, or resume the run in it. `weights.safetensors` is the teacher's backbone."""
+    return train_task(recipe, out, build=Dino, command="dino", resume=resume, device=device, quiet=quiet)

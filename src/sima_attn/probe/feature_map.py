@@ -15,12 +15,8 @@ MAPS = ("pca", "tsne")
 
 def principal_components(values: np.ndarray, count: int = 2) -> np.ndarray:
     """Features [n, W] -> their coordinates [n, count] along the directions of greatest variance."""
-    centred = np.asarray(values, dtype=np.float64)
-    centred = centred - centred.mean(0)
-    _, vectors = np.linalg.eigh(centred.T @ centred)  # W x W, whatever n is; rising eigenvalues
-    axes = vectors[:, ::-1][:, :count]
-    signs = np.sign(axes[np.abs(axes).argmax(0), np.arange(axes.shape[1])])  # a deterministic picture
-    return centred @ (axes * signs)
+    u, s, _ = np.linalg.svd(values - values.mean(0), full_matrices=False)
+    return u[:, :count] * s[:count]
 
 
 def two_dimensions(values: np.ndarray, method: str = "pca", seed: int = 0) -> np.ndarray:
@@ -48,8 +44,6 @@ def plot_feature_map(
 
     chosen = evenly(len(features.classes), classes)
     rows = np.concatenate([np.flatnonzero(features.labels == label)[:per_class] for label in chosen])
-    if len(rows) < 4:
-        raise ValueError(f"a map needs at least a few images, but the {len(chosen)} chosen classes have {len(rows)}")
     points, labels = two_dimensions(features.values[rows], method), features.labels[rows]
     colours = colormaps["tab10" if len(chosen) <= 10 else "tab20"]
     with figure(path, figsize=(7.5, 6)) as (_, axes):

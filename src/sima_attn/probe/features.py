@@ -7,24 +7,21 @@ from __future__ import annotations
 
 import hashlib
 import os
-import secrets
-import shutil
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from sima_attn._errors import unknown_name
-from sima_attn._files import DiskFullError, disk_full_reason
+from sima_attn._files import atomic_write
 from sima_attn._settings import check_value, from_dict
-from sima_attn.data.cache import Cache, normalise
+from sima_attn.data.cache import Cache
 from sima_attn.data.images import READER_VERSION
-from sima_attn.data.loader import BrokenImages, evaluation_batches, seed_everything
+from sima_attn.data.loader import Batch, BrokenImages, evaluation_batches, seed_everything
 from sima_attn.data.settings import Data
 from sima_attn.data.sources import Source
 from sima_attn.models.loading import load_model
@@ -36,7 +33,6 @@ if TYPE_CHECKING:
 BRANCHES = ("teacher", "student")
 FEW_IMAGES, MOST_WORKERS = 4096, 16  # starting worker processes takes longer than decoding this many images
 DTYPES = ("float16", "float32")
-TEMPORARY = ".extracting-"  # prefix of folders that features are being written to
 
 
 class Subset(Source):
@@ -110,6 +106,9 @@ class LayerFeatures(nn.Module):
         super().__init__()
         self.model, self.norm = model, norm
         inner: Any = model
+        last_norms = [getattr(model, name, None) if norm else None for name in ("norm", "fc_norm")]
+        # timm's ViTs that average have their last norm after pooling; elsewhere one of the two is the identity.
+        self.token_norm, self.pooled_norm = (last or nn.Identity() for last in last_norms)
         self.class_blocks = list(getattr(inner, "cls_attn_blocks", []))
         stages = getattr(inner, "stages", None)
         blocks = getattr(stages[-1] if stages else inner, "blocks", None)  # CvT's class token is in its last stage
@@ -138,67 +137,39 @@ class LayerFeatures(nn.Module):
         finally:
             for hook in hooks:
                 hook.remove()
-        tokens = [self._normed(seen[block]) for block in wanted]
+        tokens = [self.token_norm(seen[block]) for block in wanted]
         if self.class_blocks:
             parts = [x.mean(1) for x in tokens[: self.layers]] + [x[:, 0] for x in tokens[self.layers :]]
         elif self.prefix:
             parts = [x[:, 0] for x in tokens] + [tokens[-1][:, self.prefix :].mean(1)]
         else:
             parts = [x.mean(1) for x in tokens]
-        return torch.cat([self._normed_after_pooling(part) for part in parts], dim=1)  # [B, W]
-
-    def _normed(self, tokens: Tensor) -> Tensor:
-        norm: Any = getattr(self.model, "norm", None)
-        return norm(tokens) if self.norm and norm is not None else tokens
-
-    def _normed_after_pooling(self, pooled: Tensor) -> Tensor:
-        """timm's ViTs that average have their last norm here; elsewhere it is the identity."""
-        norm: Any = getattr(self.model, "fc_norm", None)
-        return norm(pooled) if self.norm and norm is not None else pooled
-
-
-class OutputAndLayers(nn.Module):
-    """Images -> the output of the model and of `LayerFeatures`, concatenated [B, C + W]."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model, self.layers, self.width = model, LayerFeatures(model), 0
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Images [B, 3, S, S] -> features [B, C + W]."""
-        output = self.model(images)  # [B, C]
-        self.width = output.shape[1]
-        return torch.cat([output, self.layers(images)], dim=1)
-
-    def split(self, features: Features) -> tuple[Features, Features]:
-        """Split both kinds of features."""
-        values = features.values
-        return features._replace(values=values[:, : self.width]), features._replace(values=values[:, self.width :])
+        return torch.cat([self.pooled_norm(part) for part in parts], dim=1)  # [B, W]
 
 
 @torch.no_grad()
-def features_of(
-    model: nn.Module,
-    cache: Cache,
-    data: Data,
-    *,
-    batch: int = 512,
-    device: str = "cpu",
-    on_step: Callable[[int, int], None] = lambda done, total: None,
-) -> Features:
-    """Features of decoded images, in memory and in half precision; nothing is written to disk."""
+def _rows(model: nn.Module, batches: Iterator[Batch], device: str, dtype: str) -> Iterator[np.ndarray]:
+    """The features of each batch [B, W]; raises where they are not finite."""
     model = model.to(device).eval()
-    parts, labels, done = [], [], 0
+    for images, _ in batches:
+        features = model(images).float()
+        if features.dim() != 2:
+            raise ValueError(
+                f"the model returns features of shape {tuple(features.shape)}; one vector per image is needed"
+            )
+        with np.errstate(over="ignore"):  # reported below
+            rows = features.cpu().numpy().astype(dtype)
+        if not np.isfinite(rows).all():
+            remedy = "use --dtype float32" if features.isfinite().all() else "the weights or the images are not"
+            raise ValueError(f"features of {type(model).__name__} are not finite in {dtype}; {remedy}")
+        yield rows
+
+
+def features_of(model: nn.Module, cache: Cache, *, batch: int = 512, device: str = "cpu") -> Features:
+    """Features of decoded images, in memory and in half precision; nothing is written to disk."""
     indices = np.flatnonzero(cache.good)
-    for images, numbers in cache.evaluation_batches(batch):
-        parts.append(model(normalise(images.float() / 255, data)).half())
-        labels.append(numbers)
-        done += len(numbers)
-        on_step(done, len(indices))
-    values = torch.cat(parts)
-    if not torch.isfinite(values).all():
-        raise ValueError(f"features of {type(model).__name__} are not finite in half precision")
-    return Features(values.cpu().numpy(), torch.cat(labels).cpu().numpy(), indices, cache.source.classes)
+    values = np.concatenate(list(_rows(model, cache.evaluation_batches(batch), device, "float16")))
+    return Features(values, cache.source.labels[indices], indices, cache.source.classes)
 
 
 def extract(
@@ -218,85 +189,37 @@ def extract(
 
     Args:
         model: Images -> features [B, W].
-        folder: Where features are kept, one folder a key.
+        folder: Where features are kept, in files named by their key.
         about: Further words of the key, for what the weights do not tell.
     """
     if dtype not in DTYPES:
         raise unknown_name("dtype of features", dtype, DTYPES)
-    kept = folder / key_of(model, source, data, f"{about} {dtype}")
-    if not kept.is_dir():
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            temporary = folder / f"{TEMPORARY}{secrets.token_hex(8)}"
-            temporary.mkdir()  # not mkdtemp, which ignores the umask
-        except OSError as error:
-            raise ValueError(f"features cannot be stored in {folder}: {error.strerror}; use another --cache") from None
-        try:
-            _remove_abandoned(folder)
-            _take(model, source, data, temporary, np.dtype(dtype), batch, torch.device(device), say, on_step)
-            os.replace(temporary, kept)  # atomic
-        except OSError as error:
-            if (reason := disk_full_reason(error)) is not None:
-                raise DiskFullError(f"features cannot be stored in {folder}: {reason}; use another --cache") from error
-            if not kept.is_dir():  # if it is, another process extracted the same features first
-                raise
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-    indices = np.load(kept / "indices.npy")
-    values = np.load(kept / "values.npy", mmap_mode="r")[: len(indices)]
-    return Features(values, np.load(kept / "labels.npy"), indices, source.classes)
-
-
-def _remove_abandoned(folder: Path) -> None:
-    """Remove folders of killed processes: those without a write for a day."""
-    for left in folder.glob(f"{TEMPORARY}*"):
-        if max((path.stat().st_mtime for path in [left, *left.iterdir()]), default=0) < time.time() - 86400:
-            shutil.rmtree(left, ignore_errors=True)
-
-
-@torch.no_grad()
-def _take(
-    model: nn.Module,
-    source: Source,
-    data: Data,
-    folder: Path,
-    dtype: np.dtype,
-    batch: int,
-    device: torch.device,
-    say: Callable[[str], None],
-    on_step: Callable[[int, int], None],
-) -> None:
-    model = model.to(device).eval()
-    broken = BrokenImages(source, say)
-    done, labels = 0, []
-    # Written, not mapped: on a full disk writing raises an error, a write to mapped memory kills the process.
-    with open(folder / "values.npy", "wb") as file:
-        for images, numbers in evaluation_batches(source, data, batch, device=device, broken=broken):
-            features = model(images).float()
-            if features.dim() != 2:
-                raise ValueError(
-                    f"the model returns features of shape {tuple(features.shape)}; one vector per image is needed"
-                )
-            with np.errstate(over="ignore"):  # reported below
-                rows = features.cpu().numpy().astype(dtype)
-            if not np.isfinite(rows).all():
-                remedy = "use --dtype float32" if features.isfinite().all() else "the weights or the images are not"
-                raise ValueError(f"features of images {done} to {done + len(rows)} are not finite in {dtype}; {remedy}")
+    key = key_of(model, source, data, f"{about} {dtype}")
+    kept, kept_indices = folder / f"{key}.npy", folder / f"{key}-indices.npy"
+    if not kept.is_file():
+        broken, done = BrokenImages(source, say), 0
+        batches = evaluation_batches(source, data, batch, device=torch.device(device), broken=broken)
+        # Written, not mapped: on a full disk writing raises an error, a write to mapped memory kills the process.
+        with atomic_write(kept) as temporary, open(temporary, "wb") as file:
+            for rows in _rows(model, batches, device, dtype):
+                if not done:
+                    _write_header(file, rows.dtype, len(source), rows.shape[1])
+                file.write(rows.tobytes())
+                done += len(rows)
+                on_step(done + len(broken.found), len(source))
             if not done:
-                np.lib.format.write_array_header_1_0(file, _npy_header(dtype, len(source), rows.shape[1]))
-            file.write(rows.tobytes())
-            done += len(rows)
-            labels.append(numbers.cpu().numpy())
-            on_step(done + len(broken.found), len(source))
-        if not done:
-            raise ValueError(f"none of the {len(source)} images can be read")
-        file.truncate(file.tell() + (len(source) - done) * rows[0].nbytes)  # room for broken images at the end
-    np.save(folder / "labels.npy", np.concatenate(labels))
-    np.save(folder / "indices.npy", np.setdiff1d(np.arange(len(source)), sorted(broken.found)))
+                raise ValueError(f"none of the {len(source)} images can be read")
+            file.seek(0)
+            _write_header(file, rows.dtype, done, rows.shape[1])  # as long as the first: numpy pads the number of rows
+            with atomic_write(kept_indices) as other:
+                np.save(other, np.setdiff1d(np.arange(len(source)), sorted(broken.found)))
+    indices = np.load(kept_indices)
+    return Features(np.load(kept, mmap_mode="r"), source.labels[indices], indices, source.classes)
 
 
-def _npy_header(dtype: np.dtype, images: int, width: int) -> dict[str, Any]:
-    return {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (images, width)}
+def _write_header(file: IO[bytes], dtype: np.dtype, images: int, width: int) -> None:
+    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (images, width)}
+    np.lib.format.write_array_header_1_0(file, header)
 
 
 def with_workers(data: Data, images: int) -> Data:
@@ -345,29 +268,12 @@ def evenly(n: int, count: int) -> list[int]:
     return sorted(set(np.linspace(0, n - 1, min(n, count)).round().astype(int).tolist()))
 
 
-def check_labels(labels: np.ndarray | Tensor | Sequence[int] | None, images: int, classes: int, what: str) -> Tensor:
-    """Labels [n] as a tensor, or an error where some are missing or have no class."""
-    if labels is None:
-        raise ValueError(f"the {what} images have no labels; k-NN and the linear classifier need one for each")
-    tensor = torch.as_tensor(np.asarray(labels) if not isinstance(labels, Tensor) else labels)
-    if tensor.dim() != 1 or len(tensor) != images:
-        raise ValueError(f"there are {images} {what} images, but labels of shape {tuple(tensor.shape)}")
-    if tensor.is_floating_point() or ((tensor < 0) | (tensor >= classes)).any():
+def check_labels(labels: np.ndarray | Tensor, images: int, classes: int, what: str) -> Tensor:
+    """Labels [n] as a tensor; raise unless each image has one, and it has a class."""
+    tensor = torch.as_tensor(labels)
+    if tensor.shape != (images,) or ((tensor < 0) | (tensor >= classes)).any():
         raise ValueError(
-            f"labels of the {what} images must be whole numbers from 0 to "
-            f"{classes - 1}, got {tensor.min().item()} to {tensor.max().item()}"
+            f"the {images} {what} images need one label each, from 0 to {classes - 1}; got labels of shape "
+            f"{tuple(tensor.shape)} from {tensor.min()} to {tensor.max()}"
         )
     return tensor.long()
-
-
-def check_same_width(queries: np.ndarray | Tensor, bank: np.ndarray | Tensor) -> None:
-    """Raise unless both are [n, W] with the same W, and neither is empty."""
-    if queries.ndim != 2 or bank.ndim != 2 or queries.shape[1] != bank.shape[1]:
-        raise ValueError(
-            f"features must be [images, width] of one width, got {tuple(queries.shape)} and {tuple(bank.shape)}: they "
-            "are of different models or layers"
-        )
-    if not len(queries) or not len(bank):
-        raise ValueError(
-            f"there are {len(queries)} images to classify and {len(bank)} in the bank; both need at least one"
-        )

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sima_attn._settings import PositiveFloat, check_value
 from sima_attn.data.sources import Source
-from sima_attn.probe.features import Features, check_labels, check_same_width, evenly
+from sima_attn.probe.features import Features, check_labels, evenly
 from sima_attn.report.figures import figure
 
 Array = np.ndarray | Tensor
@@ -58,10 +58,9 @@ def nearest(
     on_step: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Tensor, Tensor]:
     """Cosines [n, k] and indices [n, k] of the nearest features [m, W] to each of [n, W], the nearest first."""
-    check_same_width(queries, bank)
     n, m, device = len(queries), len(bank), torch.device(device)
     if not 1 <= k <= m:
-        raise ValueError(f"k must be between 1 and the {m} images of the bank, got {k}")
+        raise ValueError(f"k must be between 1 and the {m} images of the bank, got {k}; use a smaller one")
     cosines = torch.full((n, k), -torch.inf)
     indices = torch.zeros(n, k, dtype=torch.long)
     for first in range(0, m, bank_block):
@@ -89,9 +88,9 @@ def votes(cosines: Tensor, labels: Tensor, classes: int, temperature: float = 0.
 
 def knn_accuracy(
     queries: Array,
-    labels: Array | None,
+    labels: Array,
     bank: Array,
-    bank_labels: Array | None,
+    bank_labels: Array,
     *,
     classes: int,
     k: Sequence[int] = (20,),
@@ -102,12 +101,12 @@ def knn_accuracy(
     on_step: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[KnnRow]:
     """Accuracy of the vote for each k, one search for all of them."""
-    check_same_width(queries, bank)
-    _check_vote(k, temperature, len(bank))
+    check_value(temperature, PositiveFloat, "the temperature")
     truth = check_labels(labels, len(queries), classes, "query").cpu()
     known = check_labels(bank_labels, len(bank), classes, "bank").cpu()
-    blocks: dict[str, Any] = {"query_block": query_block, "bank_block": bank_block, "on_step": on_step}
-    cosines, indices = nearest(queries, bank, max(k), device=device, **blocks)
+    cosines, indices = nearest(
+        queries, bank, max(k), device=device, query_block=query_block, bank_block=bank_block, on_step=on_step
+    )
     return vote_accuracy(cosines, known[indices], truth, classes=classes, k=k, temperature=temperature, bank=len(bank))
 
 
@@ -136,15 +135,6 @@ def vote_accuracy(
             hits[count][0] += int(right[:, 0].sum())
             hits[count][1] += int(right.sum())
     return [KnnRow(count, temperature, 100 * one / n, 100 * five / n, n, bank) for count, (one, five) in hits.items()]
-
-
-def _check_vote(k: Sequence[int], temperature: float, bank: int) -> None:
-    if not k:
-        raise ValueError("give at least one k, e.g. 20")
-    for count in k:
-        if not 1 <= count <= bank:
-            raise ValueError(f"k must be between 1 and the {bank} images of the bank, got {count}; use a smaller one")
-    check_value(temperature, PositiveFloat, "the temperature")
 
 
 def plot_neighbours(

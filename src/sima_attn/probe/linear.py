@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sima_attn._settings import check_value
 from sima_attn.data.loader import mixed_seed
-from sima_attn.probe.features import Features, check_labels, check_same_width
+from sima_attn.probe.features import Features, check_labels
 from sima_attn.probe.settings import Probe
 
 
@@ -56,12 +57,9 @@ def train_linear(
     """
     probe = probe or Probe()
     classes, n = len(train.classes), len(train.values)
-    check_same_width(val.values, train.values)
     labels = check_labels(train.labels, n, classes, "training")
     truth = check_labels(val.labels, len(val.values), classes, "val")
-    for name, number in (("epochs", probe.epochs), ("batch", probe.batch), ("eval_epochs", eval_epochs)):
-        if number < 1:
-            raise ValueError(f"{name} must be at least 1, got {number}")
+    check_value(probe, Probe, "probe")
     device = torch.device(device)
     generator = torch.Generator().manual_seed(mixed_seed(seed))
     classifier = nn.Linear(train.values.shape[1], classes)

@@ -33,11 +33,8 @@ def write_rows(path: Path, rows: Sequence[object]) -> None:
 def read_rows(path: Path, row_type: type[RowType]) -> list[RowType]:
     """The rows of a CSV file that `write_rows` wrote."""
     columns = {field.name: str(getattr(field.type, "__name__", field.type)) for field in fields(row_type)}  # type: ignore[arg-type]
-    try:
-        with open(path, newline="") as file:
-            reader = csv.DictReader(file.readlines())
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is not a text file; pass a CSV file that a benchmark wrote") from None
+    with open(path, newline="", errors="replace") as file:
+        reader = csv.DictReader(file.readlines())
     if list(reader.fieldnames or []) != list(columns):
         raise ValueError(
             f"{path} has the columns {reader.fieldnames}, but {row_type.__name__} has {list(columns)}: another version "

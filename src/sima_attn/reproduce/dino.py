@@ -6,7 +6,7 @@ RUNS is the table. The frozen features of each run are evaluated by k-NN and by 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -14,17 +14,15 @@ import torch
 from torch import nn
 
 from sima_attn._settings import with_overrides
-from sima_attn.data.cache import decode_once
+from sima_attn.data.cache import decode
 from sima_attn.data.loader import seed_everything
-from sima_attn.data.settings import Data
 from sima_attn.data.sources import open_data
 from sima_attn.dino import recipes as dino_recipes
 from sima_attn.dino.recipes import DinoRecipe
 from sima_attn.dino.task import build_backbone, train_dino
-from sima_attn.probe.features import OutputAndLayers, features_of, load_backbone
+from sima_attn.probe.features import LayerFeatures, features_of, load_backbone
 from sima_attn.probe.knn import knn_accuracy
 from sima_attn.probe.linear import train_linear
-from sima_attn.probe.settings import Probe
 from sima_attn.report.progress import RunProgress
 from sima_attn.reproduce.grid import FINISHED, RESULTS, Grid, Job, Run
 from sima_attn.train import recipes
@@ -179,39 +177,34 @@ class FeatureScores(NamedTuple):
     images: int = 0
 
 
-def evaluate_features(
-    backbone: nn.Module,
-    decoded: dict[str, Any],
-    data: Data,
-    probe: Probe,
-    device: str,
-    counter: Callable[[str], Callable[[int, int], None]],
-) -> FeatureScores:
-    """k-NN and linear accuracy of the frozen features of decoded images, both from one pass over them."""
-    reader = OutputAndLayers(backbone)
-    train, val = (
-        features_of(reader, decoded[split], data, device=device, on_step=counter(f"features of {split}"))
-        for split in ("train", "val")
-    )
-    (bank, bank_layers), (queries, query_layers) = (reader.split(features) for features in (train, val))
+def evaluate_features(backbone: nn.Module, recipe: DinoRecipe, device: str, progress: RunProgress) -> FeatureScores:
+    """k-NN accuracy of the output of a backbone, and linear accuracy of its last layers."""
+    probe, layers = recipe.probe, LayerFeatures(backbone)
+    pairs = []
+    for split in ("train", "val"):
+        source = open_data(recipe.data.path, split)
+        cache = decode(source, split, recipe.data, torch.device(device), progress)
+        pairs.append([features_of(reader, cache, device=device) for reader in (backbone, layers)])
+    (bank, bank_layers), (queries, query_layers) = pairs
     found = knn_accuracy(
         queries.values,
         queries.labels,
         bank.values,
         bank.labels,
-        classes=len(train.classes),
+        classes=len(bank.classes),
         k=[probe.k],
         temperature=probe.temperature,
         device=device,
     )[0]
-    linear = train_linear(bank_layers, query_layers, probe, device=device, on_step=counter("linear classifier"))
+    counter = progress.counter("linear classifier")
+    linear = train_linear(bank_layers, query_layers, probe, device=device, on_step=counter)
     return FeatureScores(found.top1, found.top5, linear.top1, linear.top5, found.bank, found.images)
 
 
 def train(job: Job) -> dict[str, float]:
     """Train the weights of a run, if there is anything to train."""
     if job.run.weights == DINO:
-        return train_dino(job.recipe, job.folder.path, decoded=job.decoded, **job.train_options).metrics
+        return train_dino(job.recipe, job.folder.path, **job.train_options).metrics
     if job.run.weights == SUPERVISED:
         return train_classifier(job.recipe, job.folder.path, **job.train_options).metrics
     job.folder.check(job.recipe, resume=job.train_options["resume"])
@@ -228,10 +221,7 @@ def rows(job: Job, status: str, metrics: dict[str, float]) -> dict[str, list[Any
     if status == FINISHED:
         backbone = build_backbone(recipe).eval() if run.weights == RANDOM else load_backbone(job.folder.path).model
         with RunProgress(shown=not job.quiet) as progress:
-            for split in ("train", "val"):
-                source = open_data(recipe.data.path, split)
-                decode_once(job.decoded, split, source, recipe.data, torch.device(job.device), progress)
-            scores = evaluate_features(backbone, job.decoded, recipe.data, recipe.probe, job.device, progress.counter)
+            scores = evaluate_features(backbone, recipe, job.device, progress)
     else:
         backbone = build_backbone(recipe)
     result = DinoResultRow(

@@ -23,38 +23,29 @@ COLOURS = {
 }
 
 
+ABOUT = {run.name: run.about for run in RUNS}
+PAPER = {run.name: run.paper for run in RUNS}
+
+
 def dino_table(rows: Sequence[DinoResultRow]) -> TextTable:
     """k-NN and linear accuracy of each run, here and in the paper (ImageNet)."""
     header = ["run", "what it is", "epochs", "k-NN", "linear", "paper: model", "k-NN", "linear"]
-    grid = {run.name: run for run in RUNS}
-    lines: list[list[str]] = []
-    bold = set()
+    lines = []
     for row in rows:
-        run = grid.get(row.name)
-        if row.name == "sima":
-            bold.add(len(lines))
-        accuracies = [f"{row.knn_top1:.1f}", f"{row.linear_top1:.1f}"]
-        paper = run.paper if run else None
-        lines.append(
-            [
-                row.name,
-                run.about if run else row.model,
-                str(row.epochs),
-                *(accuracies if row.status == FINISHED else [row.status, "-"]),
-                *([paper.model, f"{paper.knn:.1f}", f"{paper.linear:.1f}"] if paper else ["-", "-", "-"]),
-            ]
-        )
-    return TextTable(header, lines, bold)
+        done, paper = row.status == FINISHED, PAPER[row.name]
+        ours = [f"{row.knn_top1:.1f}", f"{row.linear_top1:.1f}"] if done else [row.status, "-"]
+        theirs = [paper.model, f"{paper.knn:.1f}", f"{paper.linear:.1f}"] if paper else ["-", "-", "-"]
+        lines.append([row.name, ABOUT[row.name], str(row.epochs), *ours, *theirs])
+    return TextTable(header, lines, bold={i for i, row in enumerate(rows) if row.name == "sima"})
 
 
 def dino_curve_table(curves: Sequence[DinoCurveRow], epochs: int) -> TextTable:
     """k-NN accuracy by epoch of the runs with one number of epochs, unfinished ones included."""
-    about = {run.name: run.about for run in RUNS}
     mine = [row for row in curves if row.epochs == epochs]
     places = sorted({row.epoch for row in mine})
     found = {(row.name, row.epoch): f"{row.knn_top1:.1f}" for row in mine}
-    names = list(dict.fromkeys(row.name for row in mine))
-    lines = [[n, about.get(n, n), *(found.get((n, place), "-") for place in places)] for n in names]
+    names = dict.fromkeys(row.name for row in mine)
+    lines = [[name, ABOUT[name], *(found.get((name, place), "-") for place in places)] for name in names]
     return TextTable(["run", "what it is", *(f"epoch {place:g}" for place in places)], lines, set())
 
 
@@ -83,23 +74,18 @@ def plot(results: Sequence[DinoResultRow], curves: Sequence[DinoCurveRow], path:
 
 def _label(row: DinoResultRow, epochs: int) -> str:
     """What a run is, and its length where that differs (supervised runs)."""
-    about = next((run.about for run in RUNS if run.name == row.name), row.name)
-    return about if row.epochs in (0, epochs) else f"{about}, {row.epochs} epochs"
+    return ABOUT[row.name] if row.epochs in (0, epochs) else f"{ABOUT[row.name]}, {row.epochs} epochs"
 
 
 def _plot_curves(axes: Any, shown: Sequence[DinoResultRow], curves: Sequence[DinoCurveRow], epochs: int) -> None:
-    about = {run.name: run.about for run in RUNS}
     for name in dict.fromkeys(point.name for point in curves):
         mine = [point for point in curves if point.name == name]
         places, heights = [point.epoch for point in mine], [point.knn_top1 for point in mine]
-        colour = COLOURS.get(name, "steelblue")
-        axes.plot(places, heights, "o-", markersize=3, color=colour, label=about.get(name, name))
+        axes.plot(places, heights, "o-", markersize=3, color=COLOURS[name], label=ABOUT[name])
     for row in shown:
         if row.weights != DINO and row.status == FINISHED:
-            colour, style = COLOURS.get(row.name, "steelblue"), "--" if row.epochs else ":"
-            axes.axhline(
-                row.knn_top1, color=colour, linestyle=style, label=f"{_label(row, epochs)}: {row.knn_top1:.1f}"
-            )
+            label = f"{_label(row, epochs)}: {row.knn_top1:.1f}"
+            axes.axhline(row.knn_top1, color=COLOURS[row.name], linestyle="--" if row.epochs else ":", label=label)
     if curves:  # the line of the supervised run is so high that the curves would be flat with it
         axes.set_ylim(0, 1.8 * max(point.knn_top1 for point in curves))
     axes.set_xlabel("epoch")
@@ -113,9 +99,8 @@ def _plot_bars(axes: Any, shown: Sequence[DinoResultRow], epochs: int) -> None:
         if row.status != FINISHED:
             axes.text(0, place, f" {row.status}", va="center", fontsize=8)
             continue
-        colour = COLOURS.get(row.name, "steelblue")
-        axes.barh(place - 0.2, row.knn_top1, 0.38, color=colour, alpha=0.55)
-        axes.barh(place + 0.2, row.linear_top1, 0.38, color=colour)
+        axes.barh(place - 0.2, row.knn_top1, 0.38, color=COLOURS[row.name], alpha=0.55)
+        axes.barh(place + 0.2, row.linear_top1, 0.38, color=COLOURS[row.name])
     axes.set_yticks(range(len(shown)), [_label(row, epochs) for row in shown], fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("top-1 on val, %: k-NN (pale) and linear")

@@ -40,11 +40,6 @@ class Run:
     settings: tuple[str, ...] = field(default=(), kw_only=True)
     epochs: int = field(default=0, kw_only=True)
 
-    @property
-    def folder(self) -> str:
-        """Name of its folder."""
-        raise NotImplementedError
-
 
 @dataclass(frozen=True)
 class Job:
@@ -52,7 +47,6 @@ class Job:
 
     Attributes:
         jobs: Number of runs that share the device.
-        decoded: Images that earlier runs of this process decoded.
     """
 
     run: Any
@@ -61,7 +55,6 @@ class Job:
     device: str
     quiet: bool
     jobs: int
-    decoded: dict[str, Any]
 
     @property
     def train_options(self) -> dict[str, Any]:
@@ -127,7 +120,6 @@ class Grid:
         device: str = "cuda",
         quiet: bool = False,
         jobs: int = 1,
-        decoded: dict[str, Any] | None = None,
     ) -> Any:
         """Train or resume a run, write its rows to its folder and return its result; a finished one is only read."""
         folder = RunFolder(out / run.folder)
@@ -135,7 +127,7 @@ class Grid:
         if (folder.path / RESULTS).exists():
             folder.check_finished(recipe)  # it may have been trained on other images
             return read_rows(folder.path / RESULTS, self.row_files[RESULTS])[0]
-        job = Job(run, recipe, folder, device, quiet, jobs, {} if decoded is None else decoded)
+        job = Job(run, recipe, folder, device, quiet, jobs)
         status, metrics = FINISHED, {}
         try:
             metrics = self.train(job)
@@ -168,10 +160,9 @@ class Grid:
         make = partial(self.make_run, out=out, data=data, device=device, jobs=jobs)
 
         def one_by_one() -> Iterator[tuple[Any, Any]]:
-            decoded: dict[str, Any] = {}
             for run in runs:
                 on_start(run)
-                yield run, make(run, decoded=decoded)
+                yield run, make(run)
 
         for made in one_by_one() if jobs == 1 else in_processes(partial(make, quiet=True), runs, jobs):
             self.collect(out)
@@ -179,18 +170,18 @@ class Grid:
 
     def collect(self, out: Path) -> None:
         """Gather the rows of all finished runs under `out` into files of the same names in `out`."""
-        position = {run.name: i for i, run in enumerate(self.runs)}  # names that were removed from the table are last
+        position = {run.name: i for i, run in enumerate(self.runs)}
 
         def key(row: Any) -> list[Any]:
-            columns = [(column, getattr(row, column)) for column in self.sort_by]
-            return [(position.get(value, len(position)), value) if name == "name" else value for name, value in columns]
+            return [position[row.name] if column == "name" else getattr(row, column) for column in self.sort_by]
 
         finished = [path.parent for path in out.glob(f"*/{RESULTS}")]
         for name, row_type in self.row_files.items():
             files = [folder / name for folder in finished if (folder / name).exists()]
-            rows: list[Any] = [read_rows(file, row_type) for file in files]
+            rows: list[Any] = list(itertools.chain(*(read_rows(file, row_type) for file in files)))
+            rows = [row for row in rows if row.name in position]  # runs may have been removed from the table
             if rows:
-                write_rows(out / name, sorted(itertools.chain(*rows), key=key))
+                write_rows(out / name, sorted(rows, key=key))
 
     def read_collected(self, out: Path) -> list[list[Any]]:
         """The rows of each file that `collect` wrote; an empty list where there is no file."""

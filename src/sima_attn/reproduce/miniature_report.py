@@ -18,29 +18,15 @@ from sima_attn.reproduce.miniature import PAPER_TWINS, RUNS, CurveRow, Miniature
 def results_table(rows: Sequence[ResultRow]) -> TextTable:
     """Each run of each schedule: the mean over its seeds and the difference to its twin, here and in the paper."""
     header = ["run", "what it is", "heads", "params", "epochs", "top-1", "to twin", "top-1, paper", "to twin, paper"]
-    lines: list[list[str]] = []
-    bold = set()
+    lines = []
     for epochs in sorted({row.epochs for row in rows}):
         for run in RUNS:
             mine = [row for row in rows if row.name == run.name and row.epochs == epochs]
-            if not mine:
-                continue
-            if run.name == "sima":
-                bold.add(len(lines))
-            difference = to_twin(run, rows, epochs)
-            lines.append(
-                [
-                    run.name,
-                    run.about,
-                    str(run.heads),
-                    f"{mine[0].params / 1e6:.2f} M",
-                    str(epochs),
-                    _accuracy(mine),
-                    "-" if difference is None or run.twin == run.name else f"{difference:+.1f}",
-                    *_paper_cells(run),
-                ]
-            )
-    return TextTable(header, lines, bold)
+            if mine:
+                params, difference = f"{mine[0].params / 1e6:.2f} M", to_twin(run, rows, epochs)
+                ours = [_accuracy(mine), _signed(None if run.twin == run.name else difference)]
+                lines.append([run.name, run.about, str(run.heads), params, str(epochs), *ours, *_paper_cells(run)])
+    return TextTable(header, lines, bold={i for i, line in enumerate(lines) if line[0] == "sima"})
 
 
 def sizes_table(rows: Sequence[SizeRow]) -> TextTable:
@@ -91,8 +77,11 @@ def _paper_cells(run: MiniatureRun) -> list[str]:
         return ["-", "-"]
     if math.isnan(run.paper):
         return [f"did not converge, {run.paper_model}", "-"]
-    difference = paper_to_twin(run)
-    return [f"{run.paper:.1f}, {run.paper_model}", f"{difference:+.1f}"]
+    return [f"{run.paper:.1f}, {run.paper_model}", _signed(paper_to_twin(run))]
+
+
+def _signed(difference: float | None) -> str:
+    return "-" if difference is None else f"{difference:+.1f}"
 
 
 SHOWN = {

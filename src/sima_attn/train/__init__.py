@@ -4,7 +4,7 @@ recipes     settings of runs as frozen dataclasses; one function per recipe
 engine      the training loop; a Task defines model, batches and loss
 start       everything before and after the loop: recipe -> run folder with weights
 stopping    SIGINT and SIGTERM
-recorded    CUDA graphs        precision  mixed precision
+recorded    CUDA graphs
 classify    the classification task        evaluate  accuracy of a trained model
 run         the folder of a run        checkpoint, logs, curves  the files in it
 recipe_files  recipes in files, checked before use

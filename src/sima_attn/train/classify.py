@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sima_attn._settings import to_dict
 from sima_attn.data.augment import augment_batch, erase
-from sima_attn.data.cache import Cache, normalise
+from sima_attn.data.cache import decode, normalise
 from sima_attn.data.loader import (
     Batch,
     BrokenImages,
@@ -58,6 +58,7 @@ class Classification(Task):
 
     def __init__(self, recipe: Recipe, fabric: Fabric, progress: RunProgress) -> None:
         self.recipe, self.fabric = recipe, fabric
+        self.title = f"{recipe.name}: {recipe.model.name}, {recipe.model.attention or 'its own'} attention"
         self.source, self.val = open_data(recipe.data.path, "train"), open_data(recipe.data.path, "val")
         check_same_classes(self.source, self.val)
         self.classes = self.source.classes
@@ -71,10 +72,8 @@ class Classification(Task):
         self.broken, self.broken_val = BrokenImages(self.source, progress.say), BrokenImages(self.val, progress.say)
         self.cache = self.val_cache = None
         if recipe.data.cache:
-            self.cache, self.val_cache = (
-                Cache(source, recipe.data, fabric.device, broken=broken, on_step=progress.counter(f"decoding {what}"))
-                for source, broken, what in ((self.source, self.broken, "train"), (self.val, self.broken_val, "val"))
-            )
+            self.cache = decode(self.source, "train", recipe.data, fabric.device, progress)
+            self.val_cache = decode(self.val, "val", recipe.data, fabric.device, progress)
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
         """Batches of this process."""
@@ -115,6 +114,10 @@ class Classification(Task):
         loss = F.cross_entropy(logits, labels, label_smoothing=self.recipe.augment.smoothing)
         return loss, {"top1": 100 * (logits.argmax(1) == labels).float().mean()}
 
+    def about(self, recipe: Recipe) -> dict[str, Any]:
+        """Recipe, classes and number of training images."""
+        return {"recipe": to_dict(recipe), "classes": self.classes, "images": len(self.source)}
+
     def after_step(self, step: int) -> None:
         """Broken images of all processes, named as often as numbers are logged."""
         if self.cache is None and step % self.recipe.run.log_steps == 0:  # every process decodes the whole cache
@@ -123,52 +126,45 @@ class Classification(Task):
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """top1 and top5 in percent, and the loss, over all processes."""
         share = self.share
-        batch = max(share.piece, 1)
         if self.val_cache is not None:
-            batches = (
-                Batch(normalise(images.float() / 255, self.recipe.data), labels)
-                for images, labels in self.val_cache.evaluation_batches(batch, share.rank, share.world)
-            )
+            batches = self.val_cache.evaluation_batches(share.piece, share.rank, share.world)
         else:
-            batches = evaluation_batches(  # type: ignore[assignment]
+            batches = evaluation_batches(
                 self.val,
                 self.recipe.data,
-                batch,
+                share.piece,
                 device=self.fabric.device,
                 broken=self.broken_val,
                 rank=share.rank,
                 world=share.world,
             )
-        totals = count_correct(model, batches, autocast=self.fabric.autocast)
+        totals = torch.zeros(4, dtype=torch.float64)
+        for labels, best, loss in top_five(model, batches, self.fabric.autocast):
+            hits = best == labels[:, None]
+            numbers = torch.stack([hits[:, 0].sum(), hits.sum(), loss, loss.new_tensor(len(labels))])
+            totals += numbers.double().cpu()
         for broken in (self.broken, self.broken_val):
             broken.gather()
         if share.world > 1:
             totals = self.fabric.all_reduce(totals.to(self.fabric.device), reduce_op="sum")  # type: ignore[assignment]
-        top1, top5, loss, images = totals.tolist()
+        top1, top5, loss_sum, images = totals.tolist()
         if not images:
             raise ValueError(f"none of the {len(self.val)} val images can be read")
-        return {"top1": 100 * top1 / images, "top5": 100 * top5 / images, "loss": loss / images}
+        return {"top1": 100 * top1 / images, "top5": 100 * top5 / images, "loss": loss_sum / images}
 
 
-def count_correct(
+@torch.no_grad()
+def top_five(
     model: nn.Module, batches: Iterator[Batch], autocast: Callable[[], Any] = contextlib.nullcontext
-) -> Tensor:
-    """[right at first, right among five, summed loss, images], float64."""
-    was_training = model.training
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """(labels [B], the five best classes [B, 5] with the best first, summed loss) of each batch."""
     model.eval()
-    totals = torch.zeros(4, dtype=torch.float64)
-    with torch.no_grad():
-        for images, labels in batches:
-            with autocast():
-                logits = model(images)
-            logits = logits.float()  # [B, K]
-            best = logits.topk(min(5, logits.shape[1]), dim=1).indices  # [B, 5]
-            hits = best == labels[:, None]
-            loss = F.cross_entropy(logits, labels, reduction="sum")
-            numbers = torch.stack([hits[:, 0].sum(), hits.sum(), loss, loss.new_tensor(len(labels))])
-            totals += numbers.double().cpu()
-    model.train(was_training)
-    return totals
+    for images, labels in batches:
+        with autocast():
+            logits = model(images)
+        logits = logits.float()  # [B, K]
+        best = logits.topk(min(5, logits.shape[1]), dim=1).indices
+        yield labels, best, F.cross_entropy(logits, labels, reduction="sum")
 
 
 def _mixup(recipe: Recipe, num_classes: int, piece: int) -> Mixup | None:
@@ -193,15 +189,4 @@ def train_classifier(
     recipe: Recipe, out: Path | str, *, resume: bool = False, device: str = "auto", quiet: bool = False
 ) -> RunSummary:
     """Train by a recipe into a folder, or resume the run in it."""
-    return train_task(
-        recipe,
-        out,
-        build=Classification,
-        about=lambda task: {"recipe": to_dict(recipe), "classes": task.classes, "images": len(task.source)},
-        weights=lambda task: task.model,
-        title=f"{recipe.name}: {recipe.model.name}, {recipe.model.attention or 'its own'} attention",
-        command="train",
-        resume=resume,
-        device=device,
-        quiet=quiet,
-    )
+    return train_task(recipe, out, build=Classification, command="train", resume=resume, device=device, quiet=quiet)

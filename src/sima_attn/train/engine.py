@@ -11,7 +11,7 @@ import os
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -20,9 +20,10 @@ from timm.optim import create_optimizer_v2, param_groups_weight_decay
 from timm.scheduler import create_scheduler_v2
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from sima_attn._devices import resolve_device
-from sima_attn._settings import from_dict
+from sima_attn._settings import from_dict, to_dict
 from sima_attn.data.loader import seed_everything
 from sima_attn.models.compiled import compile_blocks
 from sima_attn.report.progress import RunProgress
@@ -46,12 +47,14 @@ class Task(ABC):
     Attributes:
         model: The module to train. The loop wraps it and passes the wrapped module to `loss`.
         steps_per_epoch: Optimiser steps per epoch.
+        title: Title of the learning curve.
         recordable: Whether the loss supports CUDA graphs (run.cuda_graph): everything that changes between steps is in
             the prepared batch, a sequence of tensors of fixed shapes, or in tensors that `before_step` fills.
     """
 
     model: nn.Module
     steps_per_epoch: int
+    title: str = ""
     recordable: ClassVar[bool] = False
 
     @abstractmethod
@@ -91,6 +94,14 @@ class Task(ABC):
         """Further modules to save in checkpoints, by name: a teacher, a centre."""
         return {}
 
+    def about(self, recipe: Any) -> dict[str, Any]:
+        """Plain values to save with checkpoints and weights: the recipe, the class names, the number of images."""
+        return {"recipe": to_dict(recipe)}
+
+    def result(self) -> nn.Module:
+        """The module to save as weights.safetensors."""
+        return self.model
+
 
 class NonFiniteError(ValueError):
     """A loss or gradient that is not finite; `step` counts from 1."""
@@ -113,9 +124,11 @@ def start_fabric(device: str, precision: str) -> Fabric:
     """Launch Fabric on "auto", "cpu" or "cuda"; under torchrun, as one of its processes."""
     # Imported here so that evaluation and prediction work without lightning.
     from lightning.fabric import Fabric
-    from lightning.fabric.plugins.precision import Precision
+    from lightning.fabric.plugins.precision import MixedPrecision, Precision
 
-    from sima_attn.train.precision import Autocast
+    class Autocast(MixedPrecision):
+        def convert_input(self, data: Any) -> Any:  # Fabric would round inputs, too, even the coordinates of boxes
+            return data
 
     device = resolve_device(device)
     if precision == "fp16" and device == "cpu":
@@ -135,30 +148,22 @@ def start_fabric(device: str, precision: str) -> Fabric:
     return fabric
 
 
-class StepRates:
-    """Learning rates of a `StepSchedule`, with the interface of timm's schedulers.
+def learning_rates(
+    optimizer: torch.optim.Optimizer, schedule: Schedule | StepSchedule, lr: float, steps_per_epoch: int
+) -> Callable[[int], None]:
+    """A function that sets the learning rates for a step, counted from 0.
 
     timm's MultiStepLRScheduler is not used: it applies a milestone one step early, ignores milestones within the
     warm-up, and its warm-up differs from this one in the last bit of the learning rate.
     """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, schedule: StepSchedule, steps_per_epoch: int) -> None:
-        self.optimizer, self.rates = optimizer, [group["lr"] for group in optimizer.param_groups]
-        self.schedule, self.steps_per_epoch = schedule, steps_per_epoch
-
-    def step_update(self, step: int) -> None:
-        """Set the learning rates for a step, counted from 0."""
-        factor = self.schedule.factor(step, self.steps_per_epoch)
-        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = rate * factor
-
-
-def learning_rates(
-    optimizer: torch.optim.Optimizer, schedule: Schedule | StepSchedule, lr: float, steps_per_epoch: int
-) -> Any:
-    """The scheduler: `step_update(step)` sets the learning rates for a step, counted from 0."""
     if isinstance(schedule, StepSchedule):
-        return StepRates(optimizer, schedule, steps_per_epoch)
+        rates = [group["lr"] for group in optimizer.param_groups]
+
+        def set_rates(step: int) -> None:
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * schedule.factor(step, steps_per_epoch)
+
+        return set_rates
     scheduler, _ = create_scheduler_v2(
         optimizer,
         sched="cosine",
@@ -170,7 +175,7 @@ def learning_rates(
         step_on_epochs=False,
         updates_per_epoch=steps_per_epoch,
     )
-    return scheduler
+    return scheduler.step_update
 
 
 class Average(ModelEmaV3):
@@ -219,14 +224,13 @@ class TrainingLoop:
         self.run: Run = recipe.run
         self.total = self.schedule.all_epochs * task.steps_per_epoch
         if self.run.grad_checkpointing:
-            if not hasattr(task.model, "set_grad_checkpointing"):
-                raise ValueError(
-                    f"{type(task.model).__name__} does not support run.grad_checkpointing; set it to false"
-                )
             task.model.set_grad_checkpointing(True)  # type: ignore[operator]
         if fabric.world_size > 1 and fabric.device.type == "cuda":
             task.model = nn.SyncBatchNorm.convert_sync_batchnorm(task.model)  # as in the authors' code
         lr = self.optim.lr_at(self.run.batch)
+        # Not with fp16, where gradients must be unscaled before clipping.
+        fused = self.optim.name == "adamw" and fabric.device.type == "cuda" and self.run.precision != "fp16"
+        options: dict[str, Any] = {"fused": True} if fused else {}
         optimizer = create_optimizer_v2(
             task.parameter_groups(self.optim.weight_decay),
             opt=self.optim.name,
@@ -234,9 +238,9 @@ class TrainingLoop:
             weight_decay=self.optim.weight_decay,
             betas=self.optim.betas,
             eps=self.optim.eps,
-            **_fused_option(self.optim.name, self.run.precision, fabric.device),
+            **options,
         )
-        self.scheduler = learning_rates(optimizer, self.schedule, lr, task.steps_per_epoch)
+        self.set_rates = learning_rates(optimizer, self.schedule, lr, task.steps_per_epoch)
         task.model.to(fabric.device)
         for kept in task.state().values():
             kept.to(fabric.device)
@@ -313,8 +317,7 @@ class TrainingLoop:
             self.save()  # a run that fails in its first steps has a checkpoint, too
         first = self.fabric.is_global_zero
         self.logs = {name: CsvLog(self.folder.path / f"{name}.csv", self.step) for name in ("train", "eval") if first}
-        board = TensorBoard(self.folder.path / "tensorboard", self.step) if first else None
-        self.board = board
+        self.board = TensorBoard(self.folder.path / "tensorboard", self.step) if first else None
         self.started = self.saved_at = self.logged_at = time.monotonic()
         self.timed_from = self.step
         self.progress.start(self.step, self.total)
@@ -324,8 +327,8 @@ class TrainingLoop:
                 self.make_steps()
         finally:
             del self.model  # DDP's wrapper holds the process group, which must be destroyed before the process exits
-            if board is not None:
-                board.close()
+            if self.board is not None:
+                self.board.close()
         return RunSummary(
             self.metrics, self.ema.module if self.ema else None, self.total, time.monotonic() - self.started
         )
@@ -352,7 +355,7 @@ class TrainingLoop:
 
     def one_step(self, batches: Iterator[Any]) -> None:
         """Make one optimiser step."""
-        self.scheduler.step_update(self.step)
+        self.set_rates(self.step)
         self.task.before_step(self.step, self.optimizer.param_groups)
         parts = self.run.accumulate
         mine = [next(batches) for _ in range(parts)]
@@ -480,11 +483,7 @@ class TrainingLoop:
 
     def stop_at_non_finite_gradient(self) -> None:
         """Name the first parameter whose gradient is not finite."""
-        names = [
-            name
-            for name, p in self.task.model.named_parameters()
-            if p.grad is not None and not torch.isfinite(p.grad).all()
-        ]
+        names = [name for name, p in self.task.model.named_parameters() if not _finite(p.grad)]
         raise NonFiniteError(
             f"the gradient of step {self.step + 1} is not finite, but its loss is: {names[0] if names else 'its norm'} "
             f"and {max(0, len(names) - 1)} other parameters. {self.advice()}",
@@ -497,11 +496,6 @@ class TrainingLoop:
             f"Earlier checkpoints are in {self.folder.checkpoints}; try a lower optim.lr, optim.clip or "
             "run.precision=fp32"
         )
-
-
-def _fused_option(name: str, precision: str, device: torch.device) -> dict[str, Any]:
-    """Use the fused AdamW kernel on a GPU, except with fp16, where gradients must be unscaled before clipping."""
-    return {"fused": True} if name == "adamw" and device.type == "cuda" and precision != "fp16" else {}
 
 
 def first_non_finite(model: nn.Module, forward: Callable[[], Any]) -> tuple[Any, str]:
@@ -524,10 +518,6 @@ def first_non_finite(model: nn.Module, forward: Callable[[], Any]) -> tuple[Any,
 
 
 def _finite(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return not value.is_floating_point() or bool(torch.isfinite(value).all())
-    if isinstance(value, list | tuple):
-        return all(_finite(v) for v in value)
-    if isinstance(value, Mapping):
-        return all(_finite(v) for v in value.values())
-    return True
+    """Whether all floating-point tensors in nested lists, tuples and dictionaries are finite."""
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)

@@ -6,24 +6,22 @@ Shapes: B batch, K classes.
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from sima_attn._files import atomic_write
-from sima_attn.data.loader import Batch, BrokenImages, evaluation_batches
+from sima_attn.data.loader import BrokenImages, evaluation_batches
 from sima_attn.data.settings import Data
-from sima_attn.data.sources import Source, few_of, open_data
+from sima_attn.data.sources import check_same_names, open_data
 from sima_attn.models.loading import LoadedModel
 from sima_attn.nn.token_ref import trained_at
 from sima_attn.report.rows import today
-from sima_attn.train.classify import output_at
+from sima_attn.train.classify import output_at, top_five
 
 
 @dataclass(frozen=True)
@@ -104,8 +102,6 @@ def evaluate(
 
     `token_ref` makes up for the shrinking of SimA's output at another number of tokens than at the training size.
     """
-    if size is not None and size < 1:
-        raise ValueError(f"size must be at least 1 px, got {size}")
     trained = Data.of_model(loaded)
     source = open_data(data if data is not None else trained.path, split)
     settings = replace(
@@ -114,16 +110,24 @@ def evaluate(
         workers=trained.workers if workers is None else workers,
     )
     model = loaded.model.to(device).eval()
-    _check_classes(loaded, source, model)
+    if loaded.classes is not None:
+        check_same_names("the model", loaded.classes, "the data", source.classes)
+    elif getattr(model, "num_classes", len(source.classes)) != len(source.classes):
+        raise ValueError(f"the model has {model.num_classes} classes, the data have {len(source.classes)}")
     output_at(model, settings.size, "give another --size")
     broken = BrokenImages(source, say)
     batches = evaluation_batches(source, settings, batch, device=torch.device(device), broken=broken)
+    K = len(source.classes)
+    confusion, in_five, loss = torch.zeros(K, K, dtype=torch.long), torch.zeros(K, dtype=torch.long), 0.0
     with trained_at(model, trained.size) if token_ref else nullcontext():
-        confusion, in_five, loss = _count(model, batches, len(source.classes))
+        for labels, best, batch_loss in top_five(model, batches):
+            confusion += torch.bincount(labels * K + best[:, 0], minlength=K * K).view(K, K).cpu()
+            in_five += torch.bincount(labels[(best == labels[:, None]).any(1)], minlength=K).cpu()
+            loss += float(batch_loss)
     images = int(confusion.sum())
     if not images:
         raise ValueError(f"none of the {len(source)} images can be read")
-    rows = [_class_row(k, source.classes, confusion, in_five) for k in range(len(source.classes))]
+    rows = [_class_row(k, source.classes, confusion, in_five) for k in range(K)]
     return Evaluation(
         size=settings.size,
         token_ref=token_ref,
@@ -135,34 +139,6 @@ def evaluate(
         confusion=confusion,
         rows=rows,
     )
-
-
-def _check_classes(loaded: LoadedModel, source: Source, model: nn.Module) -> None:
-    if loaded.classes is not None and loaded.classes != source.classes:
-        ours, theirs = loaded.classes, source.classes
-        missing, foreign = [c for c in ours if c not in set(theirs)], [c for c in theirs if c not in set(ours)]
-        parts = [f"only the model has {few_of(missing)}"] if missing else []
-        parts += [f"only the data have {few_of(foreign)}"] if foreign else []
-        raise ValueError(
-            f"the model was trained on {len(ours)} classes, these data have {len(theirs)}: "
-            f"{'; '.join(parts) or 'the same names in another order'}. The numbers would mean nothing; evaluate it on "
-            "data with its classes"
-        )
-    if getattr(model, "num_classes", len(source.classes)) != len(source.classes):
-        raise ValueError(f"the model has {model.num_classes} classes, the data have {len(source.classes)}")
-
-
-@torch.no_grad()
-def _count(model: nn.Module, batches: Iterator[Batch], K: int) -> tuple[Tensor, Tensor, float]:
-    """Confusion [K, K], images right among five [K], summed loss."""
-    confusion, in_five, loss = torch.zeros(K, K, dtype=torch.long), torch.zeros(K, dtype=torch.long), 0.0
-    for images, labels in batches:
-        logits = model(images).float()  # [B, K]
-        best = logits.topk(min(5, K), dim=1).indices  # [B, 5]
-        confusion += torch.bincount(labels * K + best[:, 0], minlength=K * K).view(K, K).cpu()
-        in_five += torch.bincount(labels[(best == labels[:, None]).any(1)], minlength=K).cpu()
-        loss += float(F.cross_entropy(logits, labels, reduction="sum"))
-    return confusion, in_five, loss
 
 
 def _class_row(k: int, classes: list[str], confusion: Tensor, in_five: Tensor) -> ClassRow:

@@ -9,11 +9,12 @@ learning_curve.png, weights.safetensors    written at the end
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import platform
 import subprocess
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -25,43 +26,18 @@ from sima_attn.models.weight_files import CHECKPOINTS, RECIPE, WEIGHTS, checkpoi
 from sima_attn.train.recipe_files import recipe_from_file
 from sima_attn.train.recipes import Recipe
 
-MAX_RECIPE_BYTES = 2**16  # of recipe.yaml; the recipes here have about 2**11
 
-
-@dataclass(frozen=True)
 class RunFolder:
-    """Paths of a run."""
+    """Paths of a run, and what may be done in its folder."""
 
-    path: Path
-
-    @property
-    def recipe_file(self) -> Path:
-        """The recipe with all overrides."""
-        return self.path / RECIPE
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of the checkpoints."""
-        return self.path / CHECKPOINTS
-
-    @property
-    def weights(self) -> Path:
-        """The trained model, without the optimiser."""
-        return self.path / WEIGHTS
-
-    @property
-    def curve(self) -> Path:
-        """The learning curve."""
-        return self.path / "learning_curve.png"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.recipe_file, self.checkpoints, self.weights = path / RECIPE, path / CHECKPOINTS, path / WEIGHTS
+        self.curve = path / "learning_curve.png"
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Keep other processes from training here; the system releases the lock when this process ends."""
-        try:
-            import fcntl
-        except ImportError:  # Windows
-            yield
-            return
         self.path.mkdir(parents=True, exist_ok=True)
         path = self.path / ".lock"
         with open(path, "w") as file:
@@ -81,11 +57,13 @@ class RunFolder:
 
     def check(self, recipe: Any, *, resume: bool) -> None:
         """Raise unless the folder is free for a new run, or holds the run to resume."""
-        for folder in (self.path, self.checkpoints):
-            if os.path.lexists(folder) and not folder.is_dir():
-                raise ValueError(f"{folder} is not a folder but a file or a broken link; choose another --out")
         if not resume:
-            self._check_unused()
+            for name in (RECIPE, WEIGHTS, CHECKPOINTS, "train.csv", "eval.csv"):
+                if os.path.lexists(self.path / name):
+                    raise ValueError(
+                        f"{self.path} already holds a run ({name}): resume it with --resume, or choose another folder "
+                        "with --out"
+                    )
             return
         refuse_changes(f"the run in {self.path}", self.read_recipe(type(recipe)), recipe)
         left = [file.name for file in (self.weights, self.path / "train.csv") if file.exists()]
@@ -93,20 +71,6 @@ class RunFolder:
             raise ValueError(
                 f"the run in {self.path} has {' and '.join(left)}, but no checkpoint to resume from; start a new run "
                 "with another --out"
-            )
-
-    def _check_unused(self) -> None:
-        """Raise if the folder has files that a new run would load or overwrite."""
-        if os.path.lexists(self.recipe_file):
-            raise ValueError(
-                f"{self.path} already holds a run: resume it with --resume, or choose another folder with --out"
-            )
-        files = (self.weights, self.path / "train.csv", self.path / "eval.csv", *checkpoints(self.checkpoints)[:1])
-        left = [str(file.relative_to(self.path)) for file in files if os.path.lexists(file)]
-        if left:
-            raise ValueError(
-                f"{self.path} holds {' and '.join(left)} of a run whose {self.recipe_file.name} is missing; restore it "
-                "and add --resume, or choose another folder with --out"
             )
 
     def check_finished(self, recipe: Any) -> None:
@@ -134,8 +98,6 @@ class RunFolder:
         if not self.recipe_file.is_file():
             raise FileNotFoundError(f"there is no run in {self.path}: {self.recipe_file.name} is missing")
         try:
-            if self.recipe_file.stat().st_size > MAX_RECIPE_BYTES:
-                raise ValueError(f"{self.recipe_file} is not a recipe: it has more than {MAX_RECIPE_BYTES} bytes")
             text = self.recipe_file.read_text()
             if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):  # they can expand to gigabytes
                 raise ValueError(f"{self.recipe_file} has YAML aliases (*name), which are not allowed; write them out")

@@ -8,16 +8,15 @@ import json
 import os
 import shlex
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
 
 from sima_attn._files import DiskFullError, atomic_write, disk_full_reason, remove_leftovers
 from sima_attn._settings import check
-from sima_attn.report.figures import check_can_plot
 from sima_attn.report.progress import RunProgress
 from sima_attn.train.checkpoint import checkpoints
 from sima_attn.train.curves import plot_learning_curve
@@ -30,17 +29,12 @@ from sima_attn.train.stopping import RunInterrupted, StopSignals
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
-AnyTask = TypeVar("AnyTask", bound=Task)
-
 
 def train_task(
     recipe: Any,
     out: Path | str,
     *,
-    build: Callable[[Any, Fabric, RunProgress], AnyTask],
-    about: Callable[[AnyTask], dict[str, Any]],
-    weights: Callable[[AnyTask], nn.Module],
-    title: str,
+    build: Callable[[Any, Fabric, RunProgress], Task],
     command: str,
     resume: bool,
     device: str,
@@ -51,9 +45,6 @@ def train_task(
     Args:
         recipe: A frozen dataclass with the groups `optim`, `schedule` and `run`.
         build: Opens the data of a recipe and returns the task.
-        about: Plain values to save with checkpoints and weights: the recipe, the class names, the number of images.
-        weights: The module to save as weights.safetensors.
-        title: Title of the learning curve.
         command: The `sima` command that resumes the run, for messages.
     """
     check(recipe)
@@ -61,7 +52,8 @@ def train_task(
     fabric = start_fabric(device, recipe.run.precision)
     first = fabric.is_global_zero
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_cpu_threads(recipe.run.threads))
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(recipe.run.threads or torch.get_num_threads())
         progress = stack.enter_context(RunProgress(shown=first and not quiet))
         resume_line = f"resume with: {resume_command(command, folder.path, device, fabric.world_size)}"
         stack.enter_context(_tells_how_to_resume(folder, fabric, progress, resume_line))
@@ -71,7 +63,9 @@ def train_task(
                 stack.enter_context(folder.locked())
             for place in (folder.path, folder.checkpoints):
                 remove_leftovers(place)
-        plots = _will_plot(progress)
+        plots = find_spec("matplotlib") is not None
+        if not plots:
+            progress.say("no learning curve will be plotted: it needs matplotlib, pip install 'sima-attn[plots]'")
         task = build(_without_initial_weights(recipe, folder) if resume else recipe, fabric, progress)
         if recipe.run.cuda_graph:
             check_can_be_recorded(recipe.run, fabric, recordable=task.recordable)
@@ -84,15 +78,15 @@ def train_task(
                 folder.write_recipe(recipe)  # data.path may have changed
             fabric.barrier()
 
-        facts = about(task)
+        facts = task.about(recipe)
         loop = TrainingLoop(task, recipe, folder, fabric, progress, facts)
         summary = loop.train(resume=resume, on_ready=begin)
         if first:
-            tensors = {name: t.detach().cpu().contiguous() for name, t in weights(task).state_dict().items()}
+            tensors = {name: t.detach().cpu().contiguous() for name, t in task.result().state_dict().items()}
             with atomic_write(folder.weights) as temporary:
                 save_file(tensors, temporary, metadata={"about": json.dumps(facts)})
             if plots:
-                plot_learning_curve(folder.path, folder.curve, title)
+                plot_learning_curve(folder.path, folder.curve, task.title)
         _end_together(fabric)
     return summary
 
@@ -147,26 +141,6 @@ def resume_command(command: str, folder: Path, device: str, processes: int) -> s
     nodes = f"--nnodes={processes // local} " * (processes > local)
     rendezvous = " (and its rendezvous options)" * (processes > local)
     return f"torchrun {nodes}--nproc-per-node={local} -m sima_attn.cli {options}{rendezvous}"
-
-
-@contextlib.contextmanager
-def _cpu_threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _will_plot(progress: RunProgress) -> bool:
-    """Whether the learning curve can be plotted; if not, say so before the run starts."""
-    try:
-        check_can_plot()
-    except ValueError as error:
-        progress.say(f"no learning curve will be plotted: {error}")
-        return False
-    return True
 
 
 def _without_initial_weights(recipe: Any, folder: RunFolder) -> Any:

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -40,9 +40,7 @@ class StopSignals:
                     self.previous[number] = signal.signal(number, self.record)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self.previous.items():
             signal.signal(number, handler)
 
