@@ -143,7 +143,7 @@ def test_effect_and_statistics(photos, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--layer", "last"], "expected a whole number, got 'last'"),
+        (["--layer", "last"], "--layer is a whole number or all, got 'last'"),
         (["--layer", "7"], "layer must be from -3 to 2, got 7"),
         (["--of", "v"], "of must be 'q'"),
         (["--size", "4"], "size must be 8 px or more"),

@@ -6,17 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from sima_attn.cli._shared import (
-    BENCH_FOLDER,
-    FigureFile,
-    Pixels,
-    RowsFile,
-    Seconds,
-    Threads,
-    console,
-    print_table,
-    progress_bar,
-)
+from sima_attn.cli import _options as option
+from sima_attn.cli._shared import console, print_table, progress_bar
 
 Update = Annotated[
     bool, typer.Option("--update", help="Keep rows of other cases in the file. Default: the file is overwritten.")
@@ -56,14 +47,14 @@ def measure(
 def print_paths(**paths: Path) -> None:
     """Where the results are: rows, figure."""
     for kind, path in paths.items():
-        console.print(f"{kind.capitalize()}: {path}", highlight=False, soft_wrap=True)
+        console.print(f"{kind.capitalize()}: {path}")
 
 
 @app.command("cpu")
 def bench_cpu_command(
-    out: RowsFile = BENCH_FOLDER / "cpu.csv",
-    threads: Threads = [1, 2],  # noqa: B006
-    seconds: Seconds = 6.0,
+    out: option.RowsFile = option.BENCH_FOLDER / "cpu.csv",
+    threads: option.Threads = [1, 2],  # noqa: B006
+    seconds: option.Seconds = 6.0,
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Also time torch.compile.")] = True,
 ) -> None:
     """SimA's attention core against softmax and the paper's code on the CPU: forward, and forward + backward."""
@@ -91,8 +82,8 @@ def bench_cpu_command(
 
 @app.command("gpu")
 def bench_gpu_command(
-    out: RowsFile = BENCH_FOLDER / "gpu.csv",
-    figure: FigureFile = BENCH_FOLDER / "gpu.png",
+    out: option.RowsFile = option.BENCH_FOLDER / "gpu.csv",
+    figure: option.FigureFile = option.BENCH_FOLDER / "gpu.png",
     shape: Annotated[
         list[str] | None,
         typer.Option(metavar="B,N,H,D", help="Shapes, e.g. 256,196,6,64; repeat for several. Default: all."),
@@ -101,7 +92,7 @@ def bench_gpu_command(
         list[str] | None, typer.Option(help="bfloat16, float16 or float32; repeat for several. Default: all.")
     ] = None,
     update: Update = False,
-    seconds: Seconds = 0.3,
+    seconds: option.Seconds = 0.3,
 ) -> None:
     """SimA's fused kernels against flash and cuDNN softmax, the paper's code, XCA and ELU, on a CUDA device."""
     from sima_attn.bench.cores import DIRECTIONS
@@ -127,7 +118,9 @@ def bench_gpu_command(
 
 
 @app.command("call-overhead")
-def bench_call_overhead_command(out: RowsFile = BENCH_FOLDER / "call_overhead.csv", seconds: Seconds = 2.0) -> None:
+def bench_call_overhead_command(
+    out: option.RowsFile = option.BENCH_FOLDER / "call_overhead.csv", seconds: option.Seconds = 2.0
+) -> None:
     """CPU time per call of the attention operator on a CUDA device, against torch's softmax attention."""
     from sima_attn.bench.call_overhead import SHAPES, bench_call_overhead
     from sima_attn.bench.tables import call_overhead_table, targets_table
@@ -142,7 +135,7 @@ def bench_call_overhead_command(out: RowsFile = BENCH_FOLDER / "call_overhead.cs
 
 @app.command("model")
 def bench_model_command(
-    out: RowsFile = BENCH_FOLDER / "model.csv",
+    out: option.RowsFile = option.BENCH_FOLDER / "model.csv",
     model: Annotated[list[str] | None, typer.Option(help="deit or xcit; repeat for both. Default: both.")] = None,
     mode: Annotated[
         list[str] | None,
@@ -151,12 +144,12 @@ def bench_model_command(
     direction: Annotated[
         list[str] | None, typer.Option(help="inference or training; repeat for both. Default: both.")
     ] = None,
-    pixels: Pixels = None,
+    pixels: option.Pixels = None,
     batch: Annotated[
         list[int] | None, typer.Option(help="Batch sizes; repeat for several. Default: all.", min=1)
     ] = None,
     update: Update = False,
-    seconds: Seconds = 2.0,
+    seconds: option.Seconds = 2.0,
 ) -> None:
     """Whole models against their SimA twins on a CUDA device: eager, compiled and as CUDA graphs."""
     from sima_attn.bench.model import ModelSpeedRow, bench_models, select_cases
@@ -180,7 +173,7 @@ def bench_model_command(
 
 @app.command("table")
 def bench_table_command(
-    rows_file: Annotated[Path, typer.Argument(help="CSV file of `sima bench cpu`.")] = BENCH_FOLDER / "cpu.csv",
+    rows_file: Annotated[Path, typer.Argument(help="CSV file of `sima bench cpu`.")] = option.BENCH_FOLDER / "cpu.csv",
     threads: Annotated[int, typer.Option(help="Number of threads to show.")] = 1,
 ) -> None:
     """Print the rows of the CPU benchmark as Markdown tables: forward, then forward + backward."""

@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from sima_attn.cli._shared import BENCH_FOLDER, FigureFile, RowsFile, Seconds, Threads, console, print_table
+from sima_attn.cli import _options as option
+from sima_attn.cli._shared import console, print_table
 from sima_attn.cli.bench import measure, print_paths
 
 app = typer.Typer()
@@ -13,8 +14,8 @@ app = typer.Typer()
 
 @app.command("edge")
 def bench_edge_command(
-    out: RowsFile = BENCH_FOLDER / "edge.csv",
-    figure: FigureFile = BENCH_FOLDER / "edge.png",
+    out: option.RowsFile = option.BENCH_FOLDER / "edge.csv",
+    figure: option.FigureFile = option.BENCH_FOLDER / "edge.png",
     files: Annotated[Path, typer.Option(help="Folder for the .onnx files, reused by later runs.")] = Path("runs/edge"),
     model: Annotated[
         list[str] | None,
@@ -24,12 +25,12 @@ def bench_edge_command(
         list[int] | None,
         typer.Option(help="Image size, px; repeat. Default: xcit_mini 64, 128; others 224, 512."),
     ] = None,
-    threads: Threads = [1, 2],  # noqa: B006
+    threads: option.Threads = [1, 2],  # noqa: B006
     precision: Annotated[list[str], typer.Option(help="fp32, int8; repeat.")] = ["fp32", "int8"],  # noqa: B006
     runtime: Annotated[
         list[str] | None, typer.Option(help="onnxruntime, openvino; repeat. Default: all that are installed.")
     ] = None,
-    seconds: Seconds = 20.0,
+    seconds: option.Seconds = 20.0,
 ) -> None:
     """Whole models against their SimA twins in ONNX Runtime and OpenVINO: time, memory, size."""
     from sima_attn.bench.edge import FAMILIES, bench_edge, check_choice, edge_table, is_busy
@@ -60,13 +61,13 @@ def bench_edge_command(
     plot_edge(rows, figure)
     for count in threads:
         print_table(edge_table(rows, count), f"One image, {count} thread{'s' * (count > 1)}, {rows[0].device}")
-    console.print("speed: relative to the fp32 twin in the same runtime; exp: exp-like nodes", highlight=False)
+    console.print("speed: relative to the fp32 twin in the same runtime; exp: exp-like nodes")
     print_paths(rows=out, figure=figure)
 
 
 @app.command("paper-edge")
 def bench_paper_edge_command(
-    out: RowsFile = BENCH_FOLDER / "paper_edge.csv",
+    out: option.RowsFile = option.BENCH_FOLDER / "paper_edge.csv",
     runs: Annotated[int, typer.Option(help="Runs of each attention.", min=1)] = 1000,
     threads: Annotated[int, typer.Option(help="Number of threads.", min=1)] = 1,
 ) -> None:
@@ -78,17 +79,14 @@ def bench_paper_edge_command(
         shape = f"{rows[0].H} heads, N = {case.N}, D = {case.D}"
         title = f"{shape}, {rows[0].device}, {threads} thread{'s' * (threads > 1)}"
         print_table(paper_edge_table([row for row in rows if row.N == case.N]), title)
-    console.print(
-        "speed: relative to vanilla on this machine; ours: norms folded, order free; paper: milliseconds of Table 3",
-        highlight=False,
-    )
+    console.print("speed: relative to vanilla here; ours: norms folded, order free; paper: milliseconds of Table 3")
     print_paths(rows=out)
 
 
 @app.command("paper-gpu")
 def bench_paper_gpu_command(
-    out: RowsFile = BENCH_FOLDER / "paper_gpu.csv",
-    seconds: Seconds = 1.0,
+    out: option.RowsFile = option.BENCH_FOLDER / "paper_gpu.csv",
+    seconds: option.Seconds = 1.0,
 ) -> None:
     """Figure A1 of the paper on a CUDA device: sweeps over resolution and width, fixed order, batch 8."""
     from sima_attn.bench.paper_edge import SWEEPS, bench_paper_gpu, paper_gpu_table

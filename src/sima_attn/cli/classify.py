@@ -9,6 +9,7 @@ import typer
 from rich.markup import escape
 
 from sima_attn._devices import resolve_device
+from sima_attn.cli import _options as option
 from sima_attn.cli._shared import console, teller
 from sima_attn.data.images import find_photos, open_photos
 
@@ -31,7 +32,7 @@ def classify_command(
         typer.Option(help="A model with weights, a run's folder, a checkpoint. Default: the model in the package."),
     ] = None,
     top: Annotated[int, typer.Option(help="Number of classes to show.", min=1)] = 5,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "cpu",
+    device: option.Device = "cpu",
 ) -> None:
     """Classify photos: the most likely classes of each. Photos that cannot be read are reported and skipped."""
     device = resolve_device(device)
@@ -62,11 +63,11 @@ def top_classes(loaded: LoadedModel, photo: Image, count: int) -> list[tuple[str
 
 def print_classes(title: str, classes: list[tuple[str, float]]) -> None:
     """Print the classes of a photo with bars."""
-    console.print(f"[bold]{escape(title)}[/bold]", highlight=False)
+    console.print(f"[bold]{escape(title)}[/bold]")
     width = max(len(name) for name, _ in classes)
     for name, likely in classes:
         bar = "█" * round(BAR * likely)
-        console.print(f"  {escape(name):<{width}}  {100 * likely:5.1f} %  [green]{bar}[/green]", highlight=False)
+        console.print(f"  {escape(name):<{width}}  {100 * likely:5.1f} %  [green]{bar}[/green]")
 
 
 @app.command("ship")
@@ -80,7 +81,7 @@ def ship_command(
         bool | None, typer.Option("--ema/--no-ema", help="The average weights. Default: if the run kept them.")
     ] = None,
     terms: Annotated[str, typer.Option(help="What the weights may be used for.")] = RESEARCH,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "cpu",
+    device: option.Device = "cpu",
 ) -> None:
     """Put the weights of a run into the package, in half precision: `pretrained=True` finds them there."""
     from rich.console import Console
@@ -121,8 +122,8 @@ def ship_command(
         terms=terms,
     )
     path = save_shipped(weights, name or recipe.model.name, card)
-    console.print(f"top-1 {result.top1:.2f}, top-5 {result.top5:.2f}: {path.name}", highlight=False)
-    console.print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)", highlight=False, soft_wrap=True)
+    console.print(f"top-1 {result.top1:.2f}, top-5 {result.top5:.2f}: {path.name}")
+    console.print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
 
 
 def epochs_made(file: Path, run: Path, recipe: Recipe) -> float:

@@ -51,9 +51,7 @@ def compare_twins(out: Path) -> None:
 
     check_can_plot()
     console.print("Two small vision transformers learn scikit-learn's digits: the same recipe, one word changed.")
-    rows = train_twins(
-        out, on_twin=lambda name: console.print(f"Training with model.attention={name}", highlight=False)
-    )
+    rows = train_twins(out, on_twin=lambda name: console.print(f"Training with model.attention={name}"))
     figure = out / "twins.png"
     write_rows(out / "twins.csv", rows)
     plot_twins(rows, out, figure)
@@ -64,7 +62,7 @@ def compare_twins(out: Path) -> None:
     )
     console.print("With sima, the whole network evaluates no exp(). The number of parameters is the same.")
     curves = ", ".join(str(out / row.attention / "learning_curve.png") for row in rows)
-    console.print(f"Figure: {figure}\nCurves: {curves}\nRows:   {out / 'twins.csv'}", highlight=False, soft_wrap=True)
+    console.print(f"Figure: {figure}\nCurves: {curves}\nRows:   {out / 'twins.csv'}")
 
 
 def show_photos(out: Path) -> None:
@@ -87,16 +85,12 @@ def show_photos(out: Path) -> None:
     from skimage import data
 
     model = load_photo_model()
-    console.print(
-        f"Classifying two photos of scikit-image with {model.name}, the trained model in this package:",
-        highlight=False,
-        soft_wrap=True,
-    )
+    console.print(f"Classifying two photos of scikit-image with {model.name}, the trained model in this package:")
     photos = {name: Image.fromarray(getattr(data, name)()) for name in PHOTOS}
     for name, photo in photos.items():
         print_classes(f"{name} ({PHOTOS[name]})", top_classes(model, photo, 5))
     drawn = Gallery([model]).write_one(photos[DRAWN], DRAWN, out / "heatmap.png")
-    console.print(f"Heat map of {DRAWN}: {drawn}", highlight=False, soft_wrap=True)
+    console.print(f"Heat map of {DRAWN}: {drawn}")
 
 
 def compare_attentions(out: Path, seconds: float) -> None:
@@ -131,5 +125,5 @@ def compare_attentions(out: Path, seconds: float) -> None:
         caption=f"exp(), MACs and error at N = {COUNTED_TOKENS}; speed relative to fused softmax, higher is faster",
     )
     orders = ", ".join(f"{row.order} at N = {row.N}" for row in rows if row.attention == "sima")
-    console.print(f"SimA selected the cheaper order of its products: {orders}.", highlight=False)
-    console.print(f"Figure: {figure}\nRows:   {out / 'rows.csv'}", highlight=False, soft_wrap=True)
+    console.print(f"SimA selected the cheaper order of its products: {orders}.")
+    console.print(f"Figure: {figure}\nRows:   {out / 'rows.csv'}")

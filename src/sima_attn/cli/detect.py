@@ -1,26 +1,24 @@
 """`sima detect` and `sima bench detect`: Mask R-CNN on COCO's format."""
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from sima_attn import _errors
 from sima_attn._devices import resolve_device
+from sima_attn.cli import _options as option
 from sima_attn.cli import bench
-from sima_attn.cli._shared import BENCH_FOLDER, Pixels, Seconds, console, print_table, progress_bar, teller
+from sima_attn.cli._shared import console, print_recipes, print_table, progress_bar, step_callback, teller
 from sima_attn.cli.train import check_installed, resolved, say_finished
 from sima_attn.data.images import find_photos
 
 app = typer.Typer(help="Boxes and instance masks: Mask R-CNN, COCO's format.", no_args_is_help=True)
 
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-
 
 def check_ready() -> None:
     """Raise unless pycocotools is installed."""
-    if find_spec("pycocotools") is None:
-        raise ValueError("detection needs pycocotools, which is not installed: pip install 'sima-attn[detection]'")
+    _errors.check_installed("detection", "pycocotools", extra="detection")
 
 
 @app.command("train")
@@ -32,31 +30,20 @@ def train_command(
     backbone: Annotated[
         str | None, typer.Option(help="A classifier's weights to start from: a run's folder or a file.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the run.", show_default="runs/RECIPE")] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="NAME=VALUE", help="A setting of the recipe, e.g. model.kwargs.token_ref=train."),
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in the folder.")] = False,
-    device: Device = "auto",
-    precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16. Default: the recipe's.")] = None,
+    out: option.RunFolder = None,
+    overrides: option.Settings = None,
+    resume: option.Resume = False,
+    device: option.Device = "auto",
+    precision: option.Precision = None,
 ) -> None:
     """Train a detector with a recipe. Runs on all processes of torchrun; after an interruption, add --resume."""
     check_installed()
     check_ready()
-    from sima_attn.detect.recipes import DetectRecipe, named_recipe
+    from sima_attn.detect.recipes import named_recipe
 
     folder = out or Path("runs") / (recipe or "coco_mini")
-    chosen = resolved(
-        recipe,
-        "coco_mini",
-        folder,
-        kind=DetectRecipe,
-        named=named_recipe,
-        resume=resume,
-        overrides=overrides,
-        options={"data.path": data, "model.weights": backbone, "run.precision": precision},
-    )
+    options = {"data.path": data, "model.weights": backbone, "run.precision": precision}
+    chosen = resolved(named_recipe, recipe, "coco_mini", folder, resume, overrides, options)
     from sima_attn.detect.task import train_detector  # slow to import: after the settings are checked
 
     finished = train_detector(chosen, folder, resume=resume, device=device)
@@ -71,9 +58,9 @@ def eval_command(
     out: Annotated[
         Path | None, typer.Option(help="Folder for results.json (COCO's result format) and categories.csv.")
     ] = None,
-    batch: Annotated[int, typer.Option(help="Batch size.", min=1)] = 2,
+    batch: option.BatchSize = 2,
     workers: Annotated[int, typer.Option(help="Worker processes that decode images.", min=0)] = 4,
-    device: Device = "auto",
+    device: option.Device = "auto",
 ) -> None:
     """AP of boxes and masks as a row of the paper's Table 4, by size, and by category."""
     check_ready()
@@ -86,7 +73,6 @@ def eval_command(
     loaded = load_detector(run)
     path = data or loaded.recipe.data.path
     with progress_bar() as progress:
-        task = progress.add_task(f"{split} of {path}", total=None)
         evaluated = evaluate_detector(
             loaded.model,
             loaded.classes,
@@ -96,15 +82,15 @@ def eval_command(
             workers=workers,
             device=resolve_device(device),
             say=progress.console.print,
-            on_step=lambda done, total: progress.update(task, completed=done, total=total),
+            on_step=step_callback(progress, f"{split} of {path}"),
         )
     params = sum(p.numel() for p in loaded.model.parameters())
-    print_table(table_4(loaded.recipe.model.name, params, evaluated.scores), title="Mask R-CNN, Table 4")
-    print_table(size_table(evaluated.scores), title="By the size of the objects")
+    print_table(table_4(loaded.recipe.model.name, params, evaluated.scores), "Mask R-CNN, Table 4")
+    print_table(size_table(evaluated.scores), "By the size of the objects")
     if out is not None:
         write_results(out / "results.json", evaluated.results)
         write_rows(out / "categories.csv", evaluated.scores.categories)
-        console.print(f"Results: {out / 'results.json'}\nCategories: {out / 'categories.csv'}", highlight=False)
+        console.print(f"Results: {out / 'results.json'}\nCategories: {out / 'categories.csv'}")
 
 
 @app.command("predict")
@@ -113,7 +99,7 @@ def predict_command(
     weights: Annotated[str, typer.Option(help="A run's folder, a checkpoint, or weights.")],
     out: Annotated[Path, typer.Option(help="Folder for the pictures and detections.json.")] = Path("runs/predict"),
     threshold: Annotated[float, typer.Option(help="Minimum score to draw.", min=0.0, max=1.0)] = 0.5,
-    device: Device = "auto",
+    device: option.Device = "auto",
 ) -> None:
     """Draw boxes, masks, class names and scores on photos."""
     check_ready()
@@ -136,8 +122,8 @@ def predict_command(
     for entry in told:
         best = ", ".join(f"{found['class']} {found['score']:.0%}" for found in entry["objects"][:5])
         count = len(entry["objects"])
-        console.print(f"{entry['photo']}: {count} objects{': ' * bool(count)}{best}", highlight=False, soft_wrap=True)
-    console.print(f"Pictures: {out}\nDetections: {out / 'detections.json'}", highlight=False, soft_wrap=True)
+        console.print(f"{entry['photo']}: {count} objects{': ' * bool(count)}{best}")
+    console.print(f"Pictures: {out}\nDetections: {out / 'detections.json'}")
 
 
 @app.command("recipes")
@@ -145,20 +131,18 @@ def recipes_command() -> None:
     """List the recipes of `sima detect train`."""
     from sima_attn.detect.recipes import RECIPES
 
-    for name, make in RECIPES.items():
-        about = (make.__doc__ or "").strip().splitlines()[0]
-        console.print(f"[bold]{name:<18}[/bold]{about}", highlight=False)
+    print_recipes(RECIPES)
 
 
 @bench.app.command("detect")
 def bench_detect_command(
     out: Annotated[
         Path | None,
-        typer.Option(help="CSV file.", dir_okay=False, show_default=f"{BENCH_FOLDER}/detect_DEVICE.csv"),
+        typer.Option(help="CSV file.", dir_okay=False, show_default=f"{option.BENCH_FOLDER}/detect_DEVICE.csv"),
     ] = None,
-    pixels: Pixels = None,
-    device: Device = "auto",
-    seconds: Seconds = 2.0,
+    pixels: option.Pixels = None,
+    device: option.Device = "auto",
+    seconds: option.Seconds = 2.0,
 ) -> None:
     """Backbone and whole detector at 480 to 2048 px: softmax DeiT-S and XCA against their SimA twins."""
     from sima_attn.bench.detect import PIXELS, TWINS, bench_detect, detect_table
@@ -166,7 +150,7 @@ def bench_detect_command(
 
     device = resolve_device(device)
     rows = []
-    file = out or BENCH_FOLDER / f"detect_{device}.csv"
+    file = out or option.BENCH_FOLDER / f"detect_{device}.csv"
     with progress_bar() as progress:
         task = progress.add_task("starting", total=len(TWINS) * len(pixels or PIXELS.get(device, ())))
         for measured in bench_detect(device, pixels=pixels, seconds=seconds):
@@ -174,4 +158,4 @@ def bench_detect_command(
             write_rows(file, rows)
             progress.update(task, advance=1, description=f"{measured[-1].model} {measured[-1].pixels} px")
     print_table(detect_table(rows), f"one image, {rows[0].precision}, {rows[0].device}")
-    console.print(f"Rows: {file}", highlight=False, soft_wrap=True)
+    console.print(f"Rows: {file}")

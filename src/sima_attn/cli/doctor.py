@@ -345,8 +345,7 @@ def show(findings: Findings) -> None:
     console.print(
         f"[bold]sima-attn {findings.sima_attn}[/bold], Python {findings.python}, {findings.system}\n"
         f"CPU: {cpu['name']}, {cpu['cores']} cores, torch uses {cpu['threads']} threads\n"
-        f"GPU: {findings.cuda}",
-        highlight=False,
+        f"GPU: {findings.cuda}"
     )
     if findings.gpus:
         _print_table(
@@ -372,9 +371,9 @@ def show(findings: Findings) -> None:
     )
     weights = [f"{name}, {about}" for name, about in findings.weights.items()]
     for line in weights or ["none are included in this version"]:
-        console.print(f"Weights: {escape(line)}", highlight=False, soft_wrap=True)
+        console.print(f"Weights: {escape(line)}")
     for problem in findings.problems:
-        console.print(f"[bold red]Problem:[/bold red] {escape(problem)}", highlight=False, soft_wrap=True)
+        console.print(f"[bold red]Problem:[/bold red] {escape(problem)}")
     if not findings.problems:
         console.print("[bold green]All checks passed.[/bold green]")
 
@@ -405,4 +404,4 @@ def _print_table(title: str, header: list[str], lines: list[list[str]]) -> None:
         table.add_column(heading, overflow="fold")
     for line in lines:
         table.add_row(*(escape(cell) for cell in line))
-    console.print(table)
+    console.print(table, soft_wrap=False)

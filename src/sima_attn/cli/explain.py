@@ -1,15 +1,15 @@
 """`sima heatmap` and `sima explain`: what a model looks at, in pictures and numbers."""
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from sima_attn._devices import resolve_device
-from sima_attn.cli._shared import console, print_table, progress_bar, teller
+from sima_attn._errors import check_installed
+from sima_attn.cli import _options as option
+from sima_attn.cli._shared import console, note, print_table, progress_bar, teller
 from sima_attn.data.images import find_photos, unique_name
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ LayersOption = Annotated[str, typer.Option(help="A number from 0, or from the en
 PartsOption = Annotated[
     list[str] | None, typer.Option(help="q (queries) or k (keys); repeat for both.", show_default="both")
 ]
-DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 
 
 @app.command("heatmap")
@@ -53,7 +52,7 @@ def heatmap_command(
     opacity: Annotated[float, typer.Option(help="Opacity of the map over the photo.", min=0.0, max=1.0)] = 0.55,
     cell: Annotated[int, typer.Option(help="Side in pixels of a picture in the sheets.", min=80)] = 240,
     raw: Annotated[bool, typer.Option("--raw", help="Write the token scores too (.npz).")] = False,
-    device: DeviceOption = "auto",
+    device: option.Device = "auto",
 ) -> None:
     """Draw heat maps: the norms of the queries and keys over the photo."""
     layers = _layers(layer)
@@ -86,7 +85,7 @@ def effect_command(
     ] = None,
     size: SizeOption = None,
     cell: Annotated[int, typer.Option(help="Side in pixels of a picture.", min=80)] = 420,
-    device: DeviceOption = "auto",
+    device: option.Device = "auto",
 ) -> None:
     """Draw the contribution of every patch to one patch: red is positive, blue is negative."""
     place = _patch(patch)
@@ -104,7 +103,7 @@ def statistics_command(
     compare: Compare = None,
     out: Annotated[Path, typer.Option(help="Folder for the rows and the plot.")] = Path("runs/attention"),
     size: SizeOption = None,
-    device: DeviceOption = "auto",
+    device: option.Device = "auto",
 ) -> None:
     """Per layer, the share of negative attention entries and of the largest channel."""
     from sima_attn.report.figures import check_can_plot
@@ -145,9 +144,9 @@ def deletion_command(
     of: PartsOption = None,
     layer: LayersOption = "-1",
     steps: Annotated[int, typer.Option(help="From no patch hidden to all.", min=1)] = 10,
-    batch: Annotated[int, typer.Option(help="Batch size.", min=1)] = 32,
+    batch: option.BatchSize = 32,
     out: Annotated[Path, typer.Option(help="Folder for the rows and the curve.")] = Path("runs/deletion"),
-    device: DeviceOption = "auto",
+    device: option.Device = "auto",
 ) -> None:
     """Deletion test: hide the highest, lowest or random patches and measure the right class."""
     from sima_attn.report.figures import check_can_plot
@@ -193,9 +192,7 @@ def deletion_command(
 
 def _load(models: list[str | None], device: str) -> list["PhotoModel"]:
     """Load the models by name, run or file; warns about a model without trained weights."""
-    missing = [name for name in ("PIL",) if find_spec(name) is None]
-    if missing:
-        raise ValueError("pictures need Pillow, which is not installed: pip install 'sima-attn[train]'")
+    check_installed("drawing pictures", "PIL", extra="train")
     with Console(stderr=True).status("loading"):
         from sima_attn.explain.photo_model import UNTRAINED, load_photo_model
 
@@ -203,12 +200,15 @@ def _load(models: list[str | None], device: str) -> list["PhotoModel"]:
         loaded = [load_photo_model(name, device=device) for name in models]
     for one in loaded:
         if not one.trained:
-            Console(stderr=True).print(f"[yellow]note:[/yellow] {escape(one.name)} {UNTRAINED}", highlight=False)
+            note(f"{one.name} {UNTRAINED}")
     return loaded
 
 
 def _layers(text: str) -> list[int] | None:
-    return None if text == "all" else [_number(text)]
+    try:
+        return None if text == "all" else [int(text)]
+    except ValueError:
+        raise ValueError(f"--layer is a whole number or all, got {text!r}") from None
 
 
 def _patch(text: str) -> tuple[int, int]:
@@ -219,15 +219,8 @@ def _patch(text: str) -> tuple[int, int]:
     return row, column
 
 
-def _number(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"expected a whole number, got {text!r}") from None
-
-
 def _say_written(paths: list[Path]) -> None:
     for path in paths[-6:]:
-        console.print(f"Written: {path}", highlight=False, soft_wrap=True)
+        console.print(f"Written: {path}")
     if len(paths) > 6:
-        console.print(f"and {len(paths) - 6} more in the same folder", highlight=False)
+        console.print(f"and {len(paths) - 6} more in the same folder")

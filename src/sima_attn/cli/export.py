@@ -68,8 +68,8 @@ def export_command(
     *facts, last = report.lines()
     weights = checkpoint or ("those of the package" if pretrained else model if loaded.trained else "random")
     for fact in [*facts, f"weights: {weights}"]:
-        console.print(fact, highlight=False, soft_wrap=True)
-    console.print(f"[bold]{last}[/bold]", highlight=False, soft_wrap=True)
+        console.print(fact)
+    console.print(f"[bold]{last}[/bold]")
 
 
 @app.command("quantize")
@@ -130,7 +130,7 @@ def quantize_command(
                 write_rows(rows, [*(row for row in kept if row.model not in new), *found])
     print_table(quantize_table(found), title=f"int8 against float32, ranges from {found[-1].calibration_images} images")
     if rows is not None:
-        console.print(f"Rows: {rows}", highlight=False)
+        console.print(f"Rows: {rows}")
 
 
 def _exported_run(folder: Path) -> Path:

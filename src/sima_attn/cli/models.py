@@ -48,11 +48,11 @@ def audit_command(
         from sima_attn.auditing.model import audit_named
 
         report = audit_named(model, size)
-    console.print(f"[bold]{report.name}[/bold]", highlight=False)
+    console.print(f"[bold]{report.name}[/bold]")
     for fact in report.facts().split("; "):
-        console.print(f"  {fact}", highlight=False)
+        console.print(f"  {fact}")
     if report.calls:
         print_table(report.table(by_module), title=f"exp-like calls in {report.name}")
-    console.print(f"[bold]{report.summary()}[/bold]", highlight=False, soft_wrap=True)
+    console.print(f"[bold]{report.summary()}[/bold]")
     if fail_on_exp and not report.is_exp_free:
         raise typer.Exit(1)

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sima_attn._devices import resolve_device
-from sima_attn.cli._shared import console, print_table, progress_bar, teller
+from sima_attn.cli import _options as option
+from sima_attn.cli._shared import console, print_table, progress_bar, step_callback, teller
 from sima_attn.cli.train import CompileOption, CudaGraphOption, check_installed, resolved, say_finished
 
 if TYPE_CHECKING:
@@ -25,16 +26,12 @@ RunOrModel = Annotated[
         help="A run's folder, a checkpoint, weights, or a model name (the package's weights, or random).",
     ),
 ]
-DataOption = Annotated[str | None, typer.Option(help="Folder of the images, or digits. Default: the run's.")]
 SizeOption = Annotated[int | None, typer.Option(help="Image side in pixels. Default: the training size.", min=1)]
 BranchOption = Annotated[str, typer.Option(help="teacher, or the student of a DINO checkpoint.")]
 CacheOption = Annotated[
     Path | None, typer.Option(help="Folder for the stored features.", show_default="RUN/features, or runs/features")
 ]
 DtypeOption = Annotated[str, typer.Option(help="dtype of the stored features: float16 or float32.")]
-BatchOption = Annotated[int, typer.Option(help="Batch size.", min=1)]
-WorkersOption = Annotated[int | None, typer.Option(help="Worker processes that decode images.", min=0)]
-DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 
 
 @app.command("dino")
@@ -46,34 +43,22 @@ def dino_command(
             show_default=False,
         ),
     ] = None,
-    data: Annotated[str | None, typer.Option(help="Folder of the images, or digits. Default: the recipe's.")] = None,
+    data: option.Data = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the run.", show_default="runs/dino-RECIPE")] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="NAME=VALUE", help="A setting of the recipe, e.g. model.attention=xca."),
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in the folder.")] = False,
-    device: DeviceOption = "auto",
-    precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16. Default: the recipe's.")] = None,
+    overrides: option.Settings = None,
+    resume: option.Resume = False,
+    device: option.Device = "auto",
+    precision: option.Precision = None,
     compile_: CompileOption = False,
     cuda_graph: CudaGraphOption = False,
 ) -> None:
     """Learn features without labels (DINO). Runs on all processes of torchrun; after an interruption, add --resume."""
     check_installed()
-    from sima_attn.dino.recipes import DinoRecipe, named_dino_recipe
+    from sima_attn.dino.recipes import named_dino_recipe
 
     folder = out or Path("runs") / f"dino-{recipe or 'digits'}"
     options = {"data.path": data, "run.precision": precision, "run.compile": compile_, "run.cuda_graph": cuda_graph}
-    chosen = resolved(
-        recipe,
-        "digits",
-        folder,
-        kind=DinoRecipe,
-        named=named_dino_recipe,
-        resume=resume,
-        overrides=overrides,
-        options=options,
-    )
+    chosen = resolved(named_dino_recipe, recipe, "digits", folder, resume, overrides, options)
     from sima_attn.dino.task import train_dino  # slow to import: after the settings are checked
 
     finished = train_dino(chosen, folder, resume=resume, device=device)
@@ -83,7 +68,7 @@ def dino_command(
 @app.command("knn")
 def knn_command(
     model: RunOrModel = DEFAULT_RUN,
-    data: DataOption = None,
+    data: option.DataOfRun = None,
     k: Annotated[
         list[int] | None, typer.Option("-k", help="Neighbours; repeat for several.", show_default="10, 20, 100, 200")
     ] = None,
@@ -96,9 +81,9 @@ def knn_command(
     out: Annotated[Path | None, typer.Option(help="CSV file for the rows.")] = None,
     cache: CacheOption = None,
     dtype: DtypeOption = "float16",
-    batch: BatchOption = 256,
-    workers: WorkersOption = None,
-    device: DeviceOption = "auto",
+    batch: option.BatchSize = 256,
+    workers: option.Workers = None,
+    device: option.Device = "auto",
 ) -> None:
     """k-NN accuracy of frozen features: val images classified by their nearest training images."""
     from sima_attn._errors import unknown_name
@@ -119,9 +104,10 @@ def knn_command(
             check_can_plot(figure)
     device = resolve_device(device)
     backbone = load_backbone(model, branch=branch)
-    extractor = FeatureExtractor(model, backbone, data, size, cache, dtype, batch, workers, device)
-    train, bank = extractor(backbone.model, "train")
-    val, queries = extractor(backbone.model, "val")
+    options = {"dtype": dtype, "batch": batch, "device": device}
+    (train, val), (bank, queries) = extract_splits(
+        backbone.model, model, backbone, data, size, cache, workers, **options
+    )
     counts = k or [count for count in (10, 20, 100, 200) if count <= len(bank.values)] or [len(bank.values)]
     with progress_bar() as bar:
         rows = knn_accuracy(
@@ -133,27 +119,27 @@ def knn_command(
             k=counts,
             temperature=temperature,
             device=device,
-            on_step=_mover(bar, "neighbours"),
+            on_step=step_callback(bar, "neighbours"),
         )
     lines = [[str(r.k), f"{r.top1:.2f}", f"{r.top5:.2f}", f"{r.images}", f"{r.bank}"] for r in rows]
     print_table(TextTable(["k", "top-1", "top-5", "images", "bank"], lines, set()), title=f"k-NN of {model}")
     if out is not None:
         write_rows(out, rows)
-        console.print(f"Rows: {out}", highlight=False, soft_wrap=True)
-    name, words = Path(model).name, class_words(extractor.path)
+        console.print(f"Rows: {out}")
+    name, words = Path(model).name, class_words(data or backbone.data.path)
     bank, queries = (f._replace(classes=[words.get(c, c) for c in f.classes]) for f in (bank, queries))
     if picture is not None:
         plot_neighbours(queries, val, bank, train, picture, device=device, title=f"Nearest neighbours under {name}")
-        console.print(f"Picture: {picture}", highlight=False, soft_wrap=True)
+        console.print(f"Picture: {picture}")
     if map_ is not None:
         plot_feature_map(queries, map_, method=method, title=f"Features of {name}, {method}")
-        console.print(f"Map: {map_}", highlight=False, soft_wrap=True)
+        console.print(f"Map: {map_}")
 
 
 @app.command("linear")
 def linear_command(
     model: RunOrModel = DEFAULT_RUN,
-    data: DataOption = None,
+    data: option.DataOfRun = None,
     features: Annotated[
         str, typer.Option(help="layers: tokens of the last layers, as in the paper; output: the output of the model.")
     ] = "layers",
@@ -173,9 +159,9 @@ def linear_command(
     out: Annotated[Path | None, typer.Option(help="CSV file with one row every ten epochs.")] = None,
     cache: CacheOption = None,
     dtype: DtypeOption = "float16",
-    batch: BatchOption = 256,
-    workers: WorkersOption = None,
-    device: DeviceOption = "auto",
+    batch: option.BatchSize = 256,
+    workers: option.Workers = None,
+    device: option.Device = "auto",
 ) -> None:
     """Accuracy of a linear classifier on frozen features, trained by SGD as in the paper."""
     from dataclasses import replace
@@ -197,71 +183,51 @@ def linear_command(
     reader: nn.Module = LayerFeatures(backbone.model, layers, norm) if features == "layers" else backbone.model
     given: dict[str, Any] = {"epochs": epochs, "lr": lr, "batch": head_batch}
     probe = replace(backbone.probe, **{name: value for name, value in given.items() if value is not None})
-    extractor = FeatureExtractor(model, backbone, data, size, cache, dtype, batch, workers, device)
-    _, train = extractor(reader, "train")
-    _, val = extractor(reader, "val")
+    options = {"dtype": dtype, "batch": batch, "device": device}
+    _, (train, val) = extract_splits(reader, model, backbone, data, size, cache, workers, **options)
     with progress_bar() as bar:
-        result = train_linear(train, val, probe, device=device, seed=seed, on_step=_mover(bar, "linear classifier"))
+        on_step = step_callback(bar, "linear classifier")
+        result = train_linear(train, val, probe, device=device, seed=seed, on_step=on_step)
     width = train.values.shape[1]
     console.print(
         f"[bold]top-1 {result.top1:.2f}, top-5 {result.top5:.2f}[/bold] of {len(val.values)} images: linear on {width} "
-        f"channels of {model}, {probe.epochs} epochs, lr {probe.lr:g}, batch {probe.batch}",
-        highlight=False,
-        soft_wrap=True,
+        f"channels of {model}, {probe.epochs} epochs, lr {probe.lr:g}, batch {probe.batch}"
     )
     if out is not None:
         write_rows(out, result.rows)
-        console.print(f"Rows: {out}", highlight=False, soft_wrap=True)
+        console.print(f"Rows: {out}")
 
 
-class FeatureExtractor:
-    """Extracts the features of a split, or loads those that were stored."""
+def extract_splits(
+    reader: "nn.Module",
+    name: str,
+    backbone: "Backbone",
+    data: str | None,
+    size: int | None,
+    cache: Path | None,
+    workers: int | None,
+    **options: Any,
+) -> "tuple[list[Source], list[Features]]":
+    """The train and val images, and their features by `reader`, extracted or as they were stored."""
+    from dataclasses import replace
 
-    def __init__(
-        self,
-        model: str,
-        backbone: "Backbone",
-        data: str | None,
-        size: int | None,
-        cache: Path | None,
-        dtype: str,
-        batch: int,
-        workers: int | None,
-        device: str,
-    ) -> None:
-        from dataclasses import replace
+    from sima_attn.data.sources import check_same_classes, open_data
+    from sima_attn.probe.features import extract, with_workers
 
-        self.path = data if data is not None else backbone.data.path
-        if not self.path:
-            raise ValueError(f"{model} is a registered model: give the images with --data")
-        if not backbone.trained:
-            teller()(f"{model} has no trained weights: these are the features of random ones")
-        self.workers = workers
-        changes: dict[str, Any] = {"size": size, "workers": workers}
-        self.data = replace(backbone.data, **{name: value for name, value in changes.items() if value is not None})
-        where = Path(model) if Path(model).is_dir() else Path(model).parent if Path(model).is_file() else Path("runs")
-        where = where.parent if where.name == "checkpoints" else where
-        self.folder = cache or where / "features"
-        self.previous: Source | None = None
-        self.options: dict[str, Any] = {"dtype": dtype, "batch": batch, "device": device}
-
-    def __call__(self, model: "nn.Module", split: str) -> "tuple[Source, Features]":
-        """A split and its features."""
-        from sima_attn.data.sources import check_same_classes, open_data
-        from sima_attn.probe.features import extract, with_workers
-
-        source = open_data(self.path, split)
-        if self.previous is not None:
-            check_same_classes(self.previous, source)
-        self.previous = source
-        data = self.data if self.workers is not None else with_workers(self.data, len(source))
+    path = data or backbone.data.path
+    if not path:
+        raise ValueError(f"{name} is a registered model: give the images with --data")
+    if not backbone.trained:
+        teller()(f"{name} has no trained weights: these are the features of random ones")
+    sources = [open_data(path, split) for split in ("train", "val")]
+    check_same_classes(*sources)
+    where = Path(name) if Path(name).is_dir() else Path(name).parent if Path(name).is_file() else Path("runs")
+    where = where.parent if where.name == "checkpoints" else where
+    images = replace(backbone.data, size=size or backbone.data.size)
+    features = []
+    for split, source in zip(("train", "val"), sources, strict=True):
+        loaded = with_workers(images, len(source)) if workers is None else replace(images, workers=workers)
         with progress_bar() as bar:
-            step = _mover(bar, f"features of {split}")
-            return source, extract(
-                model, source, data, self.folder, say=teller(bar.console), on_step=step, **self.options
-            )
-
-
-def _mover(bar: Any, what: str) -> Any:
-    task = bar.add_task(what, total=None)
-    return lambda done, total: bar.update(task, completed=done, total=total)
+            show: dict[str, Any] = {"say": teller(bar.console), "on_step": step_callback(bar, f"features of {split}")}
+            features.append(extract(reader, source, loaded, cache or where / "features", **show, **options))
+    return sources, features

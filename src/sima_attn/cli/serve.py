@@ -5,9 +5,10 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from sima_attn._devices import resolve_device
+from sima_attn.cli import _options as option
+from sima_attn.cli._shared import note, teller
 
 app = typer.Typer()
 
@@ -31,7 +32,7 @@ def serve_command(
         Path | None,
         typer.Option(help="Folder of onnxruntime-web, for --onnx.", show_default=".tools/web, of `make browser`"),
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: option.Device = "auto",
     queue: Annotated[int, typer.Option(help="Maximum number of waiting requests; more are rejected.", min=0)] = 16,
     timeout: Annotated[float, typer.Option(help="Seconds per request.", min=1.0)] = 60.0,
 ) -> None:
@@ -39,17 +40,16 @@ def serve_command(
     from sima_attn.serve.run import check_installed, serve
 
     check_installed()
-    err = Console(stderr=True)
-    with err.status("loading"):
+    with Console(stderr=True).status("loading"):
         from sima_attn.explain.photo_model import UNTRAINED, load_photo_model
         from sima_attn.serve.limits import Limits
 
         device = resolve_device(device)
         loaded = load_photo_model(model, device=device)
-    err.print(f"{escape(loaded.name)}, {loaded.size} px, {device}", highlight=False)
+    teller(Console(stderr=True))(f"{loaded.name}, {loaded.size} px, {device}")
     if not loaded.trained:
-        err.print(f"[yellow]note:[/yellow] {escape(loaded.name)} {UNTRAINED}", highlight=False)
+        note(f"{loaded.name} {UNTRAINED}")
     if host not in ("127.0.0.1", "::1", "localhost"):
-        err.print(f"[yellow]note:[/yellow] {escape(host)} can be reached from other machines", highlight=False)
+        note(f"{host} can be reached from other machines")
     limits = Limits(queue=queue, seconds=timeout)
     serve(loaded, host=host, port=port, samples=samples, limits=limits, onnx=onnx, onnxruntime_web=onnxruntime_web)
