@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sima_attn._errors import check_installed
 from sima_attn.auditing.model import Parts, in_paper
 from sima_attn.auditing.report import AuditReport, ExpCall, Shape, show_shapes
 
@@ -162,12 +163,9 @@ def _load(path: Path) -> onnx.ModelProto:
         )
     if not path.is_file():
         raise ValueError(f"{str(path)!r} does not exist: check the path, or export the model first")
-    try:
-        import onnx
-    except ImportError:
-        raise ValueError(
-            "reading ONNX files needs onnx, which is not installed: pip install 'sima-attn[onnx]'"
-        ) from None
+    check_installed("reading ONNX files", "onnx", extra="onnx")
+    import onnx
+
     try:
         model = onnx.load(path, load_external_data=False)  # only shapes are needed
     except Exception as error:  # an error of protobuf, which onnx does not wrap

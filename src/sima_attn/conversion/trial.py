@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from sima_attn.nn.eval_mode import eval_mode
 
 
 def run_once(model: nn.Module, inputs: Any) -> None:
@@ -17,7 +19,7 @@ def run_once(model: nn.Module, inputs: Any) -> None:
     """
     args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
     args = (args,) if isinstance(args, Tensor) else tuple(args)
-    with _eval_mode(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    with eval_mode(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         model(*args, **kwargs)
 
 
@@ -41,14 +43,3 @@ def example_image(model: nn.Module) -> Tensor | None:
     if first is None or not isinstance(height, int) or not isinstance(width, int):
         return None
     return first.weight.new_zeros(1, first.in_channels, height, width)
-
-
-@contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():  # one by one: a part may be frozen in eval mode
-            module.training = training

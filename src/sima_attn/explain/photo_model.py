@@ -20,6 +20,7 @@ from sima_attn.data.images import to_rgb
 from sima_attn.explain.reading import Reading, read_attention
 from sima_attn.models.loading import LoadedModel, classes_of, load_model
 from sima_attn.models.preprocessing import Preprocessing
+from sima_attn.nn.eval_mode import eval_mode
 from sima_attn.nn.token_ref import sima_modules, trained_at
 
 if TYPE_CHECKING:
@@ -124,12 +125,9 @@ def photo_model(
 @torch.no_grad()
 def _runs(model: nn.Module, height: int, width: int) -> bool:
     """Whether the model accepts images of a size, tested by a forward pass: no attribute tells for all models."""
-    modes = {module: module.training for module in model.modules()}
     try:
-        model.eval()(torch.zeros(1, 3, height, width).to(next(model.parameters())))
+        with eval_mode(model):
+            model(torch.zeros(1, 3, height, width).to(next(model.parameters())))
     except (AssertionError, RuntimeError, ValueError):
         return False
-    finally:
-        for module, training in modes.items():
-            module.training = training
     return True

@@ -19,9 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sima_attn.conversion.huggingface import NAME as SIMA_IN_TRANSFORMERS
+from sima_attn.conversion.huggingface import TOKEN_REF
 from sima_attn.nn.attention import Attention, SimAttention
 from sima_attn.nn.baselines.softmax import softmax_matrix
 from sima_attn.nn.baselines.xca import XCAttention
+from sima_attn.nn.eval_mode import eval_mode
 from sima_attn.nn.multihead import SimMultiheadAttention
 from sima_attn.ops.reference import normalize_tokens, sima_matrix_reference
 
@@ -77,8 +79,7 @@ class Layer:
         if isinstance(module, SimMultiheadAttention):
             return sima_matrix_reference(self.q, self.k, token_ref=module.token_ref, eps=module.eps)
         if _calls_sima(module):
-            token_ref = getattr(module.config, "sima_token_ref", None)
-            return sima_matrix_reference(self.q, self.k, token_ref=token_ref)
+            return sima_matrix_reference(self.q, self.k, token_ref=vars(module.config)[TOKEN_REF])
         if isinstance(module, nn.MultiheadAttention) or f"{kind.__module__}.{kind.__name__}" == _TIMM:
             return softmax_matrix(self.q, self.k)
         raise ValueError(
@@ -125,7 +126,7 @@ def read_attention(model: nn.Module, images: Tensor) -> Reading:
     like = next((p for p in model.parameters() if p.is_floating_point()), images)
     images = images.to(like)
     recorder = _Recorder(B=len(images))
-    with _in_eval_mode(model), recorder.watch(model):
+    with eval_mode(model), recorder.watch(model):
         output: Any = model(images)
     layers = recorder.layers(model)
     if not layers:
@@ -266,14 +267,3 @@ def _norm_over_tokens(module: nn.Module) -> tuple[str, float]:
 def _calls_sima(module: Any) -> bool:
     """True for an attention of transformers that was switched to SimA."""
     return getattr(getattr(module, "config", None), "_attn_implementation", None) == SIMA_IN_TRANSFORMERS
-
-
-@contextmanager
-def _in_eval_mode(model: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sima_attn.nn.class_attention import SimClassAttention
+from sima_attn.nn.eval_mode import eval_mode
 
 
 def sima_modules(model: nn.Module) -> list[Any]:
@@ -67,11 +68,10 @@ def tokens_at(model: nn.Module, modules: list[Any], size: int) -> list[float]:
         counts[module] = float(inputs[0].shape[1])
 
     hooks = [module.register_forward_pre_hook(count) for module in modules]
-    was_training = model.training
     try:
-        model.eval()(next(model.parameters()).new_zeros(1, 3, size, size))
+        with eval_mode(model):
+            model(next(model.parameters()).new_zeros(1, 3, size, size))
     finally:
-        model.train(was_training)
         for hook in hooks:
             hook.remove()
     return [counts[module] for module in modules]
