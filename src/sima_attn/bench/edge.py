@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from sima_attn._errors import unknown_name
 from sima_attn._files import atomic_write
 from sima_attn.auditing.model import audit
 from sima_attn.export import runtimes
-from sima_attn.export.runtimes import RUNTIMES, Session, open_model
+from sima_attn.export.runtimes import Session, open_model
 from sima_attn.report.rows import provenance_columns
 from sima_attn.report.tables import TextTable
 from sima_attn.report.timing import time_interleaved
@@ -278,7 +279,7 @@ def _bench_group(
                 variant=form.variant,
                 precision=form.precision,
                 runtime=form.runtime,
-                runtime_version=RUNTIMES[form.runtime].version(),
+                runtime_version=version(form.runtime),
                 pixels=pixels,
                 threads=threads,
                 speedup=round(twin / timing.p50, 3),

@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sima_attn._errors import unknown_name
+from sima_attn import _errors
+from sima_attn._errors import first_line, unknown_name
 from sima_attn._files import atomic_write
 from sima_attn._version import __version__
 from sima_attn.auditing.model import audit
@@ -181,14 +182,7 @@ def class_names(model: nn.Module) -> list[str] | None:
 
 def check_installed() -> None:
     """Raise if a package is missing."""
-    missing = []
-    for package in ("onnx", "onnxscript", "onnxruntime"):
-        try:
-            __import__(package)
-        except ImportError:
-            missing.append(package)
-    if missing:
-        raise ValueError(f"ONNX files need {', '.join(missing)}, not installed: pip install 'sima-attn[onnx]'")
+    _errors.check_installed("an ONNX file", "onnx", "onnxscript", "onnxruntime", extra="onnx")
 
 
 def write_checked(proto: onnx.ModelProto, path: Path, check: Callable[[Path], Result]) -> Result:
@@ -281,7 +275,7 @@ def _pin_orders(model: nn.Module, order: str, images: Tensor) -> dict[str, str]:
             model(images)
         except Exception as error:
             raise ValueError(
-                f"{type(model).__name__} cannot run on {tuple(images.shape)}: {_first_line(error)}; use the size it "
+                f"{type(model).__name__} cannot run on {tuple(images.shape)}: {first_line(error)}; use the size it "
                 "was built for"
             ) from error
     for path, module in modules.items():
@@ -326,7 +320,7 @@ def _to_onnx(model: nn.Module, example: Tensor, axes: dict[int, Any] | None, nam
                 verbose=False,
             )
     except Exception as error:
-        raise ValueError(f"{name} cannot be exported: {_first_line(error)}") from error
+        raise ValueError(f"{name} cannot be exported: {first_line(error)}") from error
     assert program is not None  # with dynamo=True it never is
     # torch's exporter folds small constants only; resized position embeddings and Fourier features are larger.
     optimizer.fold_constants(program.model, input_size_limit=sys.maxsize, output_size_limit=sys.maxsize)
@@ -411,7 +405,3 @@ def _parity(
     if given:
         errors[f"{len(given)} given inputs, the worst"] = max(given)
     return errors
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

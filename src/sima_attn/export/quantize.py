@@ -13,16 +13,18 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import torch
 
 from sima_attn._version import __version__
 from sima_attn.auditing.model import audit
 from sima_attn.data.images import ENDINGS, images_in, open_photo
 from sima_attn.export.onnx import check_installed, write_checked, write_metadata
-from sima_attn.export.runtimes import OnnxRuntime, Session, labels_in, open_model, read_metadata
+from sima_attn.export.runtimes import Session, labels_in, open_model, read_metadata
 from sima_attn.models.preprocessing import Preprocessing
 from sima_attn.report.rows import cpu_name, today
 from sima_attn.report.tables import TextTable
@@ -191,7 +193,7 @@ def quantize_onnx(
         )
     if compare_labels is not None and len(compare_labels) != len(compare_images):
         raise ValueError(f"got {len(compare_labels)} labels for {len(compare_images)} images")
-    fp32 = open_model(fp32_path, threads=_threads())
+    fp32 = open_model(fp32_path, threads=torch.get_num_threads())
     if fp32.metadata.get("precision") == INT8:
         raise ValueError(f"{fp32_path} is already in int8: pass the float32 file")
     batches = _batches(calibration_images, fp32)
@@ -199,10 +201,14 @@ def quantize_onnx(
     write_metadata(proto, {"precision": INT8, "calibration_images": str(len(calibration_images))})
 
     def check(written: Path) -> QuantizeReport:
-        int8 = open_model(written, threads=_threads())
+        int8 = open_model(written, threads=torch.get_num_threads())
         compared = _compare(fp32, int8, compare_images, compare_labels, on_image)
         model = fp32.metadata.get("model", fp32_path.stem)
         full_size = fp32_path.stat().st_size
+        bits = 7 if reduce_range else 8
+        settings = (
+            f"static QDQ; weights {bits} bits a channel; activations 8 bits, min-max; activation products in float32"
+        )
 
         def row(path: Path, name: str, precision: str, accuracy: _Accuracy, images: int, settings: str) -> FileRow:
             int8_products, float_products = _count_products(path)
@@ -221,14 +227,14 @@ def quantize_onnx(
                 float_products=float_products,
                 exp_like_nodes=len(audit(path).calls),
                 device=cpu_name(),
-                onnxruntime=OnnxRuntime.version(),
+                onnxruntime=version("onnxruntime"),
                 sima_attn=__version__,
                 date=today(),
             )
 
         return QuantizeReport(
             row(fp32_path, fp32_path.name, FP32, compared[0], 0, "-"),
-            row(written, int8_path.name, INT8, compared[1], len(calibration_images), _settings(reduce_range)),
+            row(written, int8_path.name, INT8, compared[1], len(calibration_images), settings),
         )
 
     return write_checked(proto, int8_path, check)
@@ -349,12 +355,6 @@ def _count_products(path: Path) -> tuple[int, int]:
     return sum(found), len(found) - sum(found)
 
 
-def _settings(reduce_range: bool) -> str:
-    """The settings of `quantized_graph`, in words."""
-    bits = 7 if reduce_range else 8
-    return f"static QDQ; weights {bits} bits a channel; activations 8 bits, min-max; activation products in float32"
-
-
 def _batches(images: Iterable[np.ndarray], session: Session) -> Iterator[np.ndarray]:
     """Inputs of the file: one image each, or up to MAX_BATCH if its batch size is dynamic."""
     photo = session.metadata.get("preprocessing_inside") == "true"
@@ -426,12 +426,6 @@ def _percent(of: np.ndarray) -> float:
     return round(100 * float(of.mean()), 2)
 
 
-def _threads() -> int:
-    import torch
-
-    return torch.get_num_threads()
-
-
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Suppress ONNX Runtime's advice to run a preprocessing step that these graphs do not need."""
@@ -446,10 +440,7 @@ def _quiet() -> Iterator[None]:
 def metadata_of(path: str | Path) -> dict[str, str]:
     """The metadata of an exported file; raises if there is no such file."""
     if not Path(path).is_file():
-        if Path(path).suffix != ".onnx":
-            raise FileNotFoundError(
-                f"{path} is neither an .onnx file nor a run folder: export the model first, "
-                f"`sima export {path} -o model.onnx`"
-            )
-        raise FileNotFoundError(f"{path} does not exist: create it with `sima export MODEL -o {path}`")
+        raise FileNotFoundError(
+            f"{path} is neither an .onnx file nor a run folder: export the model with `sima export MODEL -o model.onnx`"
+        )
     return read_metadata(path)

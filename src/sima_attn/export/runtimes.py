@@ -6,21 +6,20 @@ This module does not import torch, so that the memory of a runtime can be measur
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 
-from sima_attn._errors import unknown_name
+from sima_attn._errors import check_installed, first_line, unknown_name
 
 PREFIX = "sima_attn."  # of our metadata keys
 
 
-class Session(ABC):
-    """A loaded ONNX file.
+class Session(Protocol):
+    """A loaded ONNX file: input -> first output.
 
     Attributes:
         metadata: Metadata that `export_onnx` wrote, without the prefix of the keys.
@@ -28,31 +27,18 @@ class Session(ABC):
         output_shape: Shape of the first output.
     """
 
-    package: str  # to install
     metadata: dict[str, str]
     input_shape: tuple[int | str, ...]
     output_shape: tuple[int | str, ...]
 
-    @abstractmethod
-    def __init__(self, path: Path, threads: int) -> None:
-        """Load a file that exists."""
+    def __init__(self, path: Path, threads: int) -> None: ...
 
-    @abstractmethod
     def __call__(self, images: np.ndarray) -> np.ndarray:
-        """Run the model: input -> first output."""
-
-    @classmethod
-    def version(cls) -> str:
-        """The installed version."""
-        from importlib.metadata import version
-
-        return version(cls.package)
+        """Run the model."""
 
 
 class OnnxRuntime(Session):
     """ONNX Runtime on the CPU."""
-
-    package = "onnxruntime"
 
     def __init__(self, path: Path, threads: int) -> None:
         import onnxruntime
@@ -63,7 +49,7 @@ class OnnxRuntime(Session):
         try:
             self.session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # its error classes are not public
-            raise ValueError(f"ONNX Runtime cannot load {path}: {_first_line(error)}") from error
+            raise ValueError(f"ONNX Runtime cannot load {path}: {first_line(error)}") from error
         self.metadata = _ours(self.session.get_modelmeta().custom_metadata_map)
         inputs = self.session.get_inputs()
         if len(inputs) != 1:
@@ -79,8 +65,6 @@ class OnnxRuntime(Session):
 class OpenVino(Session):
     """OpenVINO on the CPU in float32; its default is bfloat16 on processors that support it."""
 
-    package = "openvino"
-
     def __init__(self, path: Path, threads: int) -> None:
         import openvino
 
@@ -94,7 +78,7 @@ class OpenVino(Session):
         try:
             compiled = openvino.Core().compile_model(str(path), "CPU", settings)
         except RuntimeError as error:
-            raise ValueError(f"OpenVINO cannot load {path}: {_first_line(error)}") from error
+            raise ValueError(f"OpenVINO cannot load {path}: {first_line(error)}") from error
         self.input_shape, self.output_shape = (
             tuple("?" if size.is_dynamic else size.get_length() for size in port.get_partial_shape())
             for port in (compiled.input(0), compiled.output(0))
@@ -106,21 +90,19 @@ class OpenVino(Session):
         return self.request.infer({0: images})[0]
 
 
-RUNTIMES: dict[str, type[Session]] = {"onnxruntime": OnnxRuntime, "openvino": OpenVino}
+RUNTIMES: dict[str, type[Session]] = {"onnxruntime": OnnxRuntime, "openvino": OpenVino}  # by the name of the package
 
 
 def installed_runtimes() -> list[str]:
     """Names of the installed runtimes."""
-    return [name for name, runtime in RUNTIMES.items() if find_spec(runtime.package)]
+    return [name for name in RUNTIMES if find_spec(name)]
 
 
 def check_runtime(runtime: str) -> None:
     """Raise if a runtime is unknown or not installed."""
     if runtime not in RUNTIMES:
         raise unknown_name("runtime", runtime, RUNTIMES)
-    if find_spec(RUNTIMES[runtime].package) is None:
-        extra = "onnx" if runtime == "onnxruntime" else runtime
-        raise ValueError(f"{runtime} is not installed: pip install 'sima-attn[{extra}]'")
+    check_installed(f"the runtime {runtime}", runtime, extra="onnx" if runtime == "onnxruntime" else runtime)
 
 
 def open_model(path: str | Path, runtime: str = "onnxruntime", threads: int = 1) -> Session:
@@ -161,7 +143,3 @@ def labels_in(metadata: Mapping[str, str]) -> list[str] | None:
 
 def _ours(metadata: Mapping[str, str]) -> dict[str, str]:
     return {key.removeprefix(PREFIX): value for key, value in metadata.items() if key.startswith(PREFIX)}
-
-
-def _first_line(error: Any) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

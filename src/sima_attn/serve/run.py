@@ -8,9 +8,10 @@ import os
 import socket
 from contextlib import suppress
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from sima_attn import _errors
 
 if TYPE_CHECKING:
     import uvicorn
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from sima_attn.explain.photo_model import PhotoModel
     from sima_attn.serve.limits import Limits
 
-NEEDED = ("fastapi", "uvicorn", "PIL")
 # Also the number of connections that asyncio accepts in one step, before excess ones are closed. The sum with
 # `Limits.connections` is below 256, the limit of open files of a process on some systems.
 BACKLOG = 64
@@ -26,9 +26,7 @@ BACKLOG = 64
 
 def check_installed() -> None:
     """Raise if a package is missing."""
-    missing = [name for name in NEEDED if find_spec(name) is None]
-    if missing:
-        raise ValueError(f"the page needs {', '.join(missing)}, not installed: pip install 'sima-attn[serve]'")
+    _errors.check_installed("the page", "fastapi", "uvicorn", "PIL", extra="serve")
 
 
 def serve(
