@@ -236,7 +236,7 @@ def test_export_quantise_and_audit_from_the_command_line(tmp_path, monkeypatch):
         (["export", "sima_deit_tiny_patch16_224", "-o", "m.onnx", "--size", "100"], "a multiple of the patch size 16"),
         (["export", "sima_diet", "-o", "m.onnx"], "unknown model, run folder or file 'sima_diet'"),
         (["export", "runs/none", "-o", "m.onnx", "--pretrained"], "unknown model, run folder or file 'runs/none'"),
-        (["quantize", "none.onnx", "--data", "digits"], "none.onnx does not exist"),
+        (["quantize", "none.onnx", "--data", "digits"], "none.onnx is neither an .onnx file nor a run folder"),
         (["quantize", "sima_cvt_13", "--data", "digits"], "neither an .onnx file nor a run folder"),
         (["bench", "edge", "--runtime", "openvino"], "openvino, which is not installed"),
         (["quantize", "a.onnx", "b.onnx", "-o", "c.onnx", "--data", "digits"], "--out names one file"),
