@@ -24,12 +24,10 @@ class Session(Protocol):
     Attributes:
         metadata: Metadata that `export_onnx` wrote, without the prefix of the keys.
         input_shape: Shape of the input; a str is a dynamic size.
-        output_shape: Shape of the first output.
     """
 
     metadata: dict[str, str]
     input_shape: tuple[int | str, ...]
-    output_shape: tuple[int | str, ...]
 
     def __init__(self, path: Path, threads: int) -> None: ...
 
@@ -55,7 +53,6 @@ class OnnxRuntime(Session):
         if len(inputs) != 1:
             raise ValueError(f"{path} has {len(inputs)} inputs; an image model has one")
         self.input_name, self.input_shape = inputs[0].name, tuple(inputs[0].shape)
-        self.output_shape = tuple(self.session.get_outputs()[0].shape)
 
     def __call__(self, images: np.ndarray) -> np.ndarray:
         """Run the model: input -> first output."""
@@ -79,10 +76,8 @@ class OpenVino(Session):
             compiled = openvino.Core().compile_model(str(path), "CPU", settings)
         except RuntimeError as error:
             raise ValueError(f"OpenVINO cannot load {path}: {first_line(error)}") from error
-        self.input_shape, self.output_shape = (
-            tuple("?" if size.is_dynamic else size.get_length() for size in port.get_partial_shape())
-            for port in (compiled.input(0), compiled.output(0))
-        )
+        sizes = compiled.input(0).get_partial_shape()
+        self.input_shape = tuple("?" if size.is_dynamic else size.get_length() for size in sizes)
         self.request = compiled.create_infer_request()
 
     def __call__(self, images: np.ndarray) -> np.ndarray:

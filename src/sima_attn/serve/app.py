@@ -137,7 +137,7 @@ def create_app(
     async def model() -> ModelFacts:
         """The model and its cost."""
         with gate.admit():
-            return await gate.run(analyzer.facts)
+            return await gate.run(lambda: analyzer.facts)
 
     @app.post("/api/analyse", openapi_extra=PHOTO_BODY, responses=REFUSALS)
     async def analyse(request: Request, size: Size | None = None) -> Analysis:
