@@ -110,12 +110,7 @@ CVT_ATTENTIONS: dict[str, type[ConvProjections]] = {
 }
 
 
-def __getattr__(name: str) -> type[ConvProjections]:
-    """The classes in CVT_ATTENTIONS as attributes of this module, because pickle stores a class by module and name."""
-    for cls in CVT_ATTENTIONS.values():
-        if cls.__name__ == name:
-            return cls
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+globals().update({cls.__name__: cls for cls in CVT_ATTENTIONS.values()})  # pickle finds a class by module and name
 
 
 def cvt_attention_class(name: str) -> type[ConvProjections]:
@@ -224,10 +219,6 @@ class Cvt(nn.Module):
         for name, values in per_stage.items():
             if len(values) != count:
                 raise ValueError(f"{name} must have one entry for each of the {count} embed_dims, got {values}")
-        if min(depths, default=0) < 1 or kv_stride < 1:
-            raise ValueError(
-                f"CvT needs at least one block per stage and a kv_stride of at least 1, got {depths=}, {kv_stride=}"
-            )
         attn_layer = cvt_attention_class(attention)
         rates: Iterator[Any] = iter(calculate_drop_path_rates(drop_path_rate, sum(depths)))
         self.in_chans = in_chans
