@@ -60,11 +60,7 @@ def _blend(photo: Image.Image, colours: np.ndarray, opacity: np.ndarray) -> Imag
 
 def shrink(photo: Image.Image, longest: int) -> Image.Image:
     """The photo with its longer side at most `longest` pixels."""
-    scale = longest / max(photo.size)
-    if scale >= 1:
-        return photo
-    width, height = (max(1, round(side * scale)) for side in photo.size)
-    return photo.resize((width, height), Image.Resampling.LANCZOS)
+    return photo if max(photo.size) <= longest else _fit(photo, longest)
 
 
 def sheet(rows: Sequence[Sequence[Tile]], title: str = "", cell: int = 240) -> Image.Image:
