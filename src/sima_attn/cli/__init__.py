@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
+from typer import Option
 from typer.core import TyperGroup
 
 from sima_attn._version import __version__
@@ -88,9 +89,7 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def root(
     context: typer.Context,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print it.")
-    ] = False,
+    version: Annotated[bool, Option("--version", callback=_show_version, is_eager=True, help="Print it.")] = False,
 ) -> None:
     """Vision transformers without a single exp()."""
     if context.invoked_subcommand is None:

@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from sima_attn.cli import _options as option
 from sima_attn.cli._shared import console, print_table, progress_bar
 
-Update = Annotated[
-    bool, typer.Option("--update", help="Keep rows of other cases in the file. Default: the file is overwritten.")
-]
+Update = Annotated[bool, Option("--update", help="Keep rows of other cases in the file.")]
 
 app = typer.Typer(help="Measure, write rows, print tables.", no_args_is_help=True)
 
@@ -55,7 +54,7 @@ def bench_cpu_command(
     out: option.RowsFile = option.BENCH_FOLDER / "cpu.csv",
     threads: option.Threads = [1, 2],  # noqa: B006
     seconds: option.Seconds = 6.0,
-    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Also time torch.compile.")] = True,
+    compiled: Annotated[bool, Option("--compile/--no-compile", help="Also time torch.compile.")] = True,
 ) -> None:
     """SimA's attention core against softmax and the paper's code on the CPU: forward, and forward + backward."""
     from sima_attn.bench.cores import DIRECTIONS
@@ -85,12 +84,9 @@ def bench_gpu_command(
     out: option.RowsFile = option.BENCH_FOLDER / "gpu.csv",
     figure: option.FigureFile = option.BENCH_FOLDER / "gpu.png",
     shape: Annotated[
-        list[str] | None,
-        typer.Option(metavar="B,N,H,D", help="Shapes, e.g. 256,196,6,64; repeat for several. Default: all."),
+        list[str] | None, Option(metavar="B,N,H,D", help="Shapes, e.g. 256,196,6,64; repeat for several. Default: all.")
     ] = None,
-    dtype: Annotated[
-        list[str] | None, typer.Option(help="bfloat16, float16 or float32; repeat for several. Default: all.")
-    ] = None,
+    dtype: Annotated[list[str] | None, Option(help="bfloat16, float16, float32; repeat. Default: all.")] = None,
     update: Update = False,
     seconds: option.Seconds = 0.3,
 ) -> None:
@@ -136,18 +132,13 @@ def bench_call_overhead_command(
 @app.command("model")
 def bench_model_command(
     out: option.RowsFile = option.BENCH_FOLDER / "model.csv",
-    model: Annotated[list[str] | None, typer.Option(help="deit or xcit; repeat for both. Default: both.")] = None,
+    model: Annotated[list[str] | None, Option(help="deit or xcit; repeat for both. Default: both.")] = None,
     mode: Annotated[
-        list[str] | None,
-        typer.Option(help="eager, compile, reduce-overhead or graph; repeat for several. Default: all."),
+        list[str] | None, Option(help="eager, compile, reduce-overhead or graph; repeat for several. Default: all.")
     ] = None,
-    direction: Annotated[
-        list[str] | None, typer.Option(help="inference or training; repeat for both. Default: both.")
-    ] = None,
+    direction: Annotated[list[str] | None, Option(help="inference, training; repeat. Default: both.")] = None,
     pixels: option.Pixels = None,
-    batch: Annotated[
-        list[int] | None, typer.Option(help="Batch sizes; repeat for several. Default: all.", min=1)
-    ] = None,
+    batch: Annotated[list[int] | None, Option(help="Batch sizes; repeat for several. Default: all.", min=1)] = None,
     update: Update = False,
     seconds: option.Seconds = 2.0,
 ) -> None:
@@ -173,8 +164,8 @@ def bench_model_command(
 
 @app.command("table")
 def bench_table_command(
-    rows_file: Annotated[Path, typer.Argument(help="CSV file of `sima bench cpu`.")] = option.BENCH_FOLDER / "cpu.csv",
-    threads: Annotated[int, typer.Option(help="Number of threads to show.")] = 1,
+    rows_file: Annotated[Path, Argument(help="CSV file of `sima bench cpu`.")] = option.BENCH_FOLDER / "cpu.csv",
+    threads: Annotated[int, Option(help="Number of threads to show.")] = 1,
 ) -> None:
     """Print the rows of the CPU benchmark as Markdown tables: forward, then forward + backward."""
     from sima_attn.bench.cores import DIRECTIONS

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from sima_attn.cli import _options as option
 from sima_attn.cli._shared import console, print_table
@@ -16,19 +17,15 @@ app = typer.Typer()
 def bench_edge_command(
     out: option.RowsFile = option.BENCH_FOLDER / "edge.csv",
     figure: option.FigureFile = option.BENCH_FOLDER / "edge.png",
-    files: Annotated[Path, typer.Option(help="Folder for the .onnx files, reused by later runs.")] = Path("runs/edge"),
+    files: Annotated[Path, Option(help="Folder for the .onnx files, reused by later runs.")] = Path("runs/edge"),
     model: Annotated[
-        list[str] | None,
-        typer.Option(help="xcit_mini (with trained weights), deit_tiny, deit_small, xcit_tiny; repeat. Default: all."),
+        list[str] | None, Option(help="xcit_mini (trained), deit_tiny, deit_small, xcit_tiny; repeat. Default: all.")
     ] = None,
-    size: Annotated[
-        list[int] | None,
-        typer.Option(help="Image size, px; repeat. Default: xcit_mini 64, 128; others 224, 512."),
-    ] = None,
+    size: Annotated[list[int] | None, Option(help="Image sides; repeat. Default: 224, 512; xcit_mini 64, 128.")] = None,
     threads: option.Threads = [1, 2],  # noqa: B006
-    precision: Annotated[list[str], typer.Option(help="fp32, int8; repeat.")] = ["fp32", "int8"],  # noqa: B006
+    precision: Annotated[list[str], Option(help="fp32, int8; repeat.")] = ["fp32", "int8"],  # noqa: B006
     runtime: Annotated[
-        list[str] | None, typer.Option(help="onnxruntime, openvino; repeat. Default: all that are installed.")
+        list[str] | None, Option(help="onnxruntime, openvino; repeat. Default: those installed.")
     ] = None,
     seconds: option.Seconds = 20.0,
 ) -> None:
@@ -68,8 +65,8 @@ def bench_edge_command(
 @app.command("paper-edge")
 def bench_paper_edge_command(
     out: option.RowsFile = option.BENCH_FOLDER / "paper_edge.csv",
-    runs: Annotated[int, typer.Option(help="Runs of each attention.", min=1)] = 1000,
-    threads: Annotated[int, typer.Option(help="Number of threads.", min=1)] = 1,
+    runs: Annotated[int, Option(help="Runs of each attention.", min=1)] = 1000,
+    threads: Annotated[int, Option(help="Number of threads.", min=1)] = 1,
 ) -> None:
     """Table 3 and Figure 1 of the paper on this processor: attention cores, with the paper's fixed order."""
     from sima_attn.bench.paper_edge import CASES, bench_paper_edge, paper_edge_table

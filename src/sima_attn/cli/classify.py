@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
+from typer import Argument, Option
 
 from sima_attn._devices import resolve_device
 from sima_attn.cli import _options as option
@@ -26,12 +27,9 @@ RESEARCH = "Trained on images from ImageNet: for non-commercial research and edu
 
 @app.command("classify")
 def classify_command(
-    photos: Annotated[list[str], typer.Argument(metavar="PHOTO...", help="Photos, folders of them, or patterns.")],
-    model: Annotated[
-        str | None,
-        typer.Option(help="A model with weights, a run's folder, a checkpoint. Default: the model in the package."),
-    ] = None,
-    top: Annotated[int, typer.Option(help="Number of classes to show.", min=1)] = 5,
+    photos: Annotated[list[str], Argument(metavar="PHOTO...", help="Photos, folders of them, or patterns.")],
+    model: option.Model = None,
+    top: Annotated[int, Option(help="Number of classes to show.", min=1)] = 5,
     device: option.Device = "cpu",
 ) -> None:
     """Classify photos: the most likely classes of each. Photos that cannot be read are reported and skipped."""
@@ -72,15 +70,11 @@ def print_classes(title: str, classes: list[tuple[str, float]]) -> None:
 
 @app.command("ship")
 def ship_command(
-    run: Annotated[Path, typer.Argument(help="Folder of a run of `sima train`.")],
-    name: Annotated[
-        str | None, typer.Argument(help="Model to be pretrained with it.", show_default="the run's model")
-    ] = None,
-    data: Annotated[str | None, typer.Option(help="Folder of the images. Default: the run's.")] = None,
-    ema: Annotated[
-        bool | None, typer.Option("--ema/--no-ema", help="The average weights. Default: if the run kept them.")
-    ] = None,
-    terms: Annotated[str, typer.Option(help="What the weights may be used for.")] = RESEARCH,
+    run: Annotated[Path, Argument(help="Folder of a run of `sima train`.")],
+    name: Annotated[str | None, Argument(help="Model to pretrain.", show_default="the run's model")] = None,
+    data: Annotated[str | None, Option(help="Folder of the images. Default: the run's.")] = None,
+    ema: Annotated[bool | None, Option("--ema/--no-ema", help="The average weights. Default: if kept.")] = None,
+    terms: Annotated[str, Option(help="What the weights may be used for.")] = RESEARCH,
     device: option.Device = "cpu",
 ) -> None:
     """Put the weights of a run into the package, in half precision: `pretrained=True` finds them there."""

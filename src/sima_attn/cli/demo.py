@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from sima_attn.cli._shared import console, print_table, progress_bar
 
@@ -16,17 +17,12 @@ DRAWN = "chelsea"
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the runs, rows and figures.")] = Path("runs/demo"),
+    out: Annotated[Path, Option(help="Folder for the runs, rows and figures.")] = Path("runs/demo"),
     attentions: Annotated[
-        bool, typer.Option("--attentions", help="Compare all attentions instead: parity, exp(), MACs, speed.")
+        bool, Option("--attentions", help="Compare all attentions instead: parity, exp(), MACs, speed.")
     ] = False,
     seconds: Annotated[
-        float | None,
-        typer.Option(
-            help="With --attentions, time for each number of tokens; 0 means three samples per attention.",
-            min=0.0,
-            show_default="3",
-        ),
+        float | None, Option(help="With --attentions, time for each number of tokens.", min=0.0, show_default="3")
     ] = None,
 ) -> None:
     """Train the same small model with SimA and with softmax, compare them; classify two photos, draw a heat map."""

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from sima_attn import _errors
 from sima_attn._devices import resolve_device
@@ -23,13 +24,9 @@ def check_ready() -> None:
 
 @app.command("train")
 def train_command(
-    recipe: Annotated[
-        str | None, typer.Option(help="coco (the paper's) or coco_mini. Default: coco_mini.", show_default=False)
-    ] = None,
-    data: Annotated[str | None, typer.Option(help="Folder in COCO's format. Default: the recipe's.")] = None,
-    backbone: Annotated[
-        str | None, typer.Option(help="A classifier's weights to start from: a run's folder or a file.")
-    ] = None,
+    recipe: Annotated[str | None, Option(help="coco (the paper's) or coco_mini. Default: coco_mini.")] = None,
+    data: Annotated[str | None, Option(help="Folder in COCO's format. Default: the recipe's.")] = None,
+    backbone: Annotated[str | None, Option(help="Weights of a classifier to start from: a run or a file.")] = None,
     out: option.RunFolder = None,
     overrides: option.Settings = None,
     resume: option.Resume = False,
@@ -52,14 +49,12 @@ def train_command(
 
 @app.command("eval")
 def eval_command(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, a checkpoint, or weights.")],
-    data: Annotated[str | None, typer.Option(help="Folder in COCO's format. Default: the run's.")] = None,
-    split: Annotated[str, typer.Option(help="train or val, or what the folder has.")] = "val",
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for results.json (COCO's result format) and categories.csv.")
-    ] = None,
+    run: Annotated[str, Argument(metavar="RUN", help="A run's folder, a checkpoint, or weights.")],
+    data: Annotated[str | None, Option(help="Folder in COCO's format. Default: the run's.")] = None,
+    split: Annotated[str, Option(help="train or val, or what the folder has.")] = "val",
+    out: Annotated[Path | None, Option(help="Folder for results.json and categories.csv.")] = None,
     batch: option.BatchSize = 2,
-    workers: Annotated[int, typer.Option(help="Worker processes that decode images.", min=0)] = 4,
+    workers: Annotated[int, Option(help="Worker processes that decode images.", min=0)] = 4,
     device: option.Device = "auto",
 ) -> None:
     """AP of boxes and masks as a row of the paper's Table 4, by size, and by category."""
@@ -95,10 +90,10 @@ def eval_command(
 
 @app.command("predict")
 def predict_command(
-    photo: Annotated[str, typer.Argument(metavar="PHOTO|DIR|GLOB", help="A photo, a folder, or a glob in quotes.")],
-    weights: Annotated[str, typer.Option(help="A run's folder, a checkpoint, or weights.")],
-    out: Annotated[Path, typer.Option(help="Folder for the pictures and detections.json.")] = Path("runs/predict"),
-    threshold: Annotated[float, typer.Option(help="Minimum score to draw.", min=0.0, max=1.0)] = 0.5,
+    photo: Annotated[str, Argument(metavar="PHOTO|DIR|GLOB", help="A photo, a folder, or a glob in quotes.")],
+    weights: Annotated[str, Option(help="A run's folder, a checkpoint, or weights.")],
+    out: Annotated[Path, Option(help="Folder for the pictures and detections.json.")] = Path("runs/predict"),
+    threshold: Annotated[float, Option(help="Minimum score to draw.", min=0.0, max=1.0)] = 0.5,
     device: option.Device = "auto",
 ) -> None:
     """Draw boxes, masks, class names and scores on photos."""
@@ -137,8 +132,7 @@ def recipes_command() -> None:
 @bench.app.command("detect")
 def bench_detect_command(
     out: Annotated[
-        Path | None,
-        typer.Option(help="CSV file.", dir_okay=False, show_default=f"{option.BENCH_FOLDER}/detect_DEVICE.csv"),
+        Path | None, Option(help="CSV file.", dir_okay=False, show_default="runs/bench/detect_DEVICE.csv")
     ] = None,
     pixels: option.Pixels = None,
     device: option.Device = "auto",

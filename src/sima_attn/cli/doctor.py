@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from typer import Option
 
 from sima_attn._errors import first_line
 from sima_attn._version import __version__
@@ -97,7 +98,7 @@ class Findings:
 
 @app.command("doctor")
 def doctor_command(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for a bug report.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print JSON, for a bug report.")] = False,
 ) -> None:
     """Check this machine: versions, devices, kernels, missing extras. Exits with 1 if something is wrong."""
     with Console(stderr=True).status("checking"):

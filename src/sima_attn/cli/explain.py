@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from typer import Argument, Option
 
 from sima_attn._devices import resolve_device
-from sima_attn._errors import check_installed
 from sima_attn.cli import _options as option
 from sima_attn.cli._shared import console, note, print_table, progress_bar, teller
-from sima_attn.data.images import find_photos, unique_name
+from sima_attn.data.images import find_photos, open_photos, unique_name
 
 if TYPE_CHECKING:
     from sima_attn.explain import PhotoModel
@@ -18,40 +18,28 @@ if TYPE_CHECKING:
 app = typer.Typer()
 group = typer.Typer(help="Look inside a model: effect of one token, attention statistics, deletion test.")
 
-Photos = Annotated[list[Path], typer.Argument(metavar="PHOTO...", help="Image files, or folders of them.")]
-ModelOption = Annotated[
-    str | None,
-    typer.Option(
-        help="A timm model name, NAME=WEIGHTS, a run's folder or a checkpoint. Default: the model in the package."
-    ),
-]
-Compare = Annotated[
-    list[str] | None, typer.Option(help="Another model to compare with, such as the softmax twin; repeat for several.")
-]
+Photos = Annotated[list[Path], Argument(metavar="PHOTO...", help="Image files, or folders of them.")]
+Compare = Annotated[list[str] | None, Option(help="A model to compare with; repeat for several.")]
 SizeOption = Annotated[
     int | None,
-    typer.Option(
-        help="Side in pixels; the photo enters with the area of such a square.", show_default="as trained", min=1
-    ),
+    Option(help="Side in pixels; a photo enters with the area of that square.", show_default="as trained", min=1),
 ]
-LayersOption = Annotated[str, typer.Option(help="A number from 0, or from the end if negative; or all.")]
-PartsOption = Annotated[
-    list[str] | None, typer.Option(help="q (queries) or k (keys); repeat for both.", show_default="both")
-]
+LayersOption = Annotated[str, Option(help="A number from 0, or from the end if negative; or all.")]
+PartsOption = Annotated[list[str] | None, Option(help="q (queries) or k (keys); repeat for both.", show_default="both")]
 
 
 @app.command("heatmap")
 def heatmap_command(
     photos: Photos,
-    model: ModelOption = None,
+    model: option.Model = None,
     compare: Compare = None,
     layer: LayersOption = "-1",
     of: PartsOption = None,
-    out: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path("runs/heatmaps"),
+    out: Annotated[Path, Option(help="Folder for the pictures.")] = Path("runs/heatmaps"),
     size: SizeOption = None,
-    opacity: Annotated[float, typer.Option(help="Opacity of the map over the photo.", min=0.0, max=1.0)] = 0.55,
-    cell: Annotated[int, typer.Option(help="Side in pixels of a picture in the sheets.", min=80)] = 240,
-    raw: Annotated[bool, typer.Option("--raw", help="Write the token scores too (.npz).")] = False,
+    opacity: Annotated[float, Option(help="Opacity of the map over the photo.", min=0.0, max=1.0)] = 0.55,
+    cell: Annotated[int, Option(help="Side in pixels of a picture in the sheets.", min=80)] = 240,
+    raw: Annotated[bool, Option("--raw", help="Write the token scores too (.npz).")] = False,
     device: option.Device = "auto",
 ) -> None:
     """Draw heat maps: the norms of the queries and keys over the photo."""
@@ -75,16 +63,14 @@ def heatmap_command(
 
 @group.command("effect")
 def effect_command(
-    photo: Annotated[Path, typer.Argument(help="An image file.")],
-    patch: Annotated[str, typer.Option(metavar="ROW,COLUMN", help="The patch, counted from 0,0 at the top left.")],
-    model: ModelOption = None,
+    photo: Annotated[Path, Argument(help="An image file.")],
+    patch: Annotated[str, Option(metavar="ROW,COLUMN", help="The patch, counted from 0,0 at the top left.")],
+    model: option.Model = None,
     compare: Compare = None,
-    layer: Annotated[int, typer.Option(help="A number from 0, or from the end if negative.")] = -1,
-    out: Annotated[
-        Path | None, typer.Option(help="The picture.", show_default="runs/heatmaps/PHOTO_effect.png")
-    ] = None,
+    layer: Annotated[int, Option(help="A number from 0, or from the end if negative.")] = -1,
+    out: Annotated[Path | None, Option(help="The picture.", show_default="runs/heatmaps/PHOTO_effect.png")] = None,
     size: SizeOption = None,
-    cell: Annotated[int, typer.Option(help="Side in pixels of a picture.", min=80)] = 420,
+    cell: Annotated[int, Option(help="Side in pixels of a picture.", min=80)] = 420,
     device: option.Device = "auto",
 ) -> None:
     """Draw the contribution of every patch to one patch: red is positive, blue is negative."""
@@ -99,9 +85,9 @@ def effect_command(
 @group.command("statistics")
 def statistics_command(
     photos: Photos,
-    model: ModelOption = None,
+    model: option.Model = None,
     compare: Compare = None,
-    out: Annotated[Path, typer.Option(help="Folder for the rows and the plot.")] = Path("runs/attention"),
+    out: Annotated[Path, Option(help="Folder for the rows and the plot.")] = Path("runs/attention"),
     size: SizeOption = None,
     device: option.Device = "auto",
 ) -> None:
@@ -112,7 +98,6 @@ def statistics_command(
     loaded = _load([model, *(compare or [])], device)
     from sima_attn.explain.effects import AttentionRow, attention_statistics
     from sima_attn.explain.figures import plot_statistics
-    from sima_attn.explain.gallery import read_photos
     from sima_attn.report.rows import write_rows
     from sima_attn.report.tables import TextTable
 
@@ -123,7 +108,8 @@ def statistics_command(
         task = progress.add_task("reading", total=len(files) * len(loaded))
         for one in loaded:
             say = (lambda line: None) if rows else teller(progress.console)  # report broken photos once
-            readings = read_photos(one, files, size, say=say, on_photo=lambda path: progress.advance(task))
+            opened = open_photos(files, say=say, on_photo=lambda path: progress.advance(task))
+            readings = [one.read(photo, size) for _, photo in opened]
             rows += attention_statistics(readings, unique_name(one.name, names))
     write_rows(out / "statistics.csv", rows)
     plot_statistics(rows, out / "statistics.png")
@@ -138,14 +124,14 @@ def statistics_command(
 
 @group.command("deletion")
 def deletion_command(
-    data: Annotated[str, typer.Option(help="Folder of the images, or digits; their val split is used.")],
-    model: ModelOption = None,
-    images: Annotated[int, typer.Option(help="How many images.", min=1)] = 200,
+    data: Annotated[str, Option(help="Folder of the images, or digits; their val split is used.")],
+    model: option.Model = None,
+    images: Annotated[int, Option(help="How many images.", min=1)] = 200,
     of: PartsOption = None,
     layer: LayersOption = "-1",
-    steps: Annotated[int, typer.Option(help="From no patch hidden to all.", min=1)] = 10,
+    steps: Annotated[int, Option(help="From no patch hidden to all.", min=1)] = 10,
     batch: option.BatchSize = 32,
-    out: Annotated[Path, typer.Option(help="Folder for the rows and the curve.")] = Path("runs/deletion"),
+    out: Annotated[Path, Option(help="Folder for the rows and the curve.")] = Path("runs/deletion"),
     device: option.Device = "auto",
 ) -> None:
     """Deletion test: hide the highest, lowest or random patches and measure the right class."""
@@ -192,7 +178,6 @@ def deletion_command(
 
 def _load(models: list[str | None], device: str) -> list["PhotoModel"]:
     """Load the models by name, run or file; warns about a model without trained weights."""
-    check_installed("drawing pictures", "PIL", extra="train")
     with Console(stderr=True).status("loading"):
         from sima_attn.explain.photo_model import UNTRAINED, load_photo_model
 

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from typer import Argument, Option
 
+from sima_attn.cli import _options as option
 from sima_attn.cli._shared import console, print_table, progress_bar, teller
 from sima_attn.data.images import find_photos, open_photos
 
@@ -19,29 +21,17 @@ app = typer.Typer()
 
 @app.command("export")
 def export_command(
-    model: Annotated[
-        str, typer.Argument(metavar="RUN_OR_MODEL", help="A run's folder, a checkpoint, weights, or a model name.")
-    ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The .onnx file to write.")],
-    size: Annotated[
-        int | None, typer.Option(help="Image side in pixels. Default: the model's own.", min=1, show_default=False)
-    ] = None,
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="Weights for a model name: .pth, .pt or .safetensors.", show_default=False)
-    ] = None,
-    pretrained: Annotated[bool, typer.Option("--pretrained", help="The weights that come with a model name.")] = False,
-    dynamic: Annotated[str, typer.Option(help="Dynamic axes: batch, size, or batch,size.")] = "",
-    preprocess: Annotated[
-        bool, typer.Option("--preprocess", help="Resize, crop and normalise inside the graph: the input is a photo.")
-    ] = False,
-    labels: Annotated[Path | None, typer.Option(help="Names of the classes, one per line.", show_default=False)] = None,
-    order: Annotated[str, typer.Option(help="auto, kv or qk; auto is the cheaper one at this size.")] = "auto",
-    images: Annotated[
-        Path | None, typer.Option(help="Folder of images to compare on, besides random ones.", show_default=False)
-    ] = None,
-    fail_on_exp: Annotated[
-        bool, typer.Option("--fail-on-exp", help="Write nothing if the graph has an exp-like node.")
-    ] = False,
+    model: option.RunOrModel,
+    out: Annotated[Path, Option("--out", "-o", help="The .onnx file to write.")],
+    size: Annotated[int | None, Option(help="Image side in pixels. Default: the model's own.", min=1)] = None,
+    checkpoint: Annotated[Path | None, Option(help="Weights for a model name: .pth or .safetensors.")] = None,
+    pretrained: Annotated[bool, Option("--pretrained", help="The weights that come with a model name.")] = False,
+    dynamic: Annotated[str, Option(help="Dynamic axes: batch, size, or batch,size.")] = "",
+    preprocess: Annotated[bool, Option("--preprocess", help="The input is a photo: prepare it in the graph.")] = False,
+    labels: Annotated[Path | None, Option(help="Names of the classes, one per line.")] = None,
+    order: Annotated[str, Option(help="auto, kv or qk; auto is the cheaper one at this size.")] = "auto",
+    images: Annotated[Path | None, Option(help="Folder of images to compare on, besides random ones.")] = None,
+    fail_on_exp: Annotated[bool, Option("--fail-on-exp", help="Fail if the graph has an exp-like node.")] = False,
 ) -> None:
     """Write a model as an ONNX file, compared with torch and audited for exp()."""
     with Console(stderr=True).status(f"exporting {model}"):
@@ -76,23 +66,18 @@ def export_command(
 def quantize_command(
     models: Annotated[
         list[str],
-        typer.Argument(metavar="FILE_OR_RUN...", help="float32 files of `sima export`, or folders of `sima train`."),
+        Argument(metavar="FILE_OR_RUN...", help="float32 files of `sima export`, or folders of `sima train`."),
     ],
-    data: Annotated[
-        str, typer.Option(help="Images: what `sima train --data` takes, or a folder of image files without labels.")
-    ],
+    data: Annotated[str, Option(help="What `sima train --data` takes, or a folder of image files.")],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The int8 file, for one input.", show_default="NAME.int8.onnx")
+        Path | None, Option("--out", "-o", help="The int8 file, for one input.", show_default="NAME.int8.onnx")
     ] = None,
-    calibrate: Annotated[int, typer.Option(help="Training images that set the ranges.", min=1)] = 256,
-    compare: Annotated[int, typer.Option(help="Val images on which int8 and float32 are compared.", min=0)] = 1000,
+    calibrate: Annotated[int, Option(help="Training images that set the ranges.", min=1)] = 256,
+    compare: Annotated[int, Option(help="Val images on which int8 and float32 are compared.", min=0)] = 1000,
     reduce_range: Annotated[
-        bool, typer.Option("--reduce-range", help="7-bit weights, for x86 processors without VNNI.")
+        bool, Option("--reduce-range", help="7-bit weights, for x86 processors without VNNI.")
     ] = False,
-    rows: Annotated[
-        Path | None,
-        typer.Option(help="CSV file for the report; rows of other models in it are kept.", show_default=False),
-    ] = None,
+    rows: Annotated[Path | None, Option(help="CSV file; rows of other models in it are kept.")] = None,
 ) -> None:
     """Quantize ONNX files to int8 and compare size and accuracy with float32."""
     if out is not None and len(models) > 1:

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from typer import Argument, Option
 
 from sima_attn.cli._shared import console, print_table, progress_bar
 
@@ -13,7 +14,7 @@ app = typer.Typer()
 
 @app.command("models")
 def models_command(
-    out: Annotated[Path | None, typer.Option(help="CSV file for the counts.", dir_okay=False)] = None,
+    out: Annotated[Path | None, Option(help="CSV file for the counts.", dir_okay=False)] = None,
 ) -> None:
     """Print Table 1 of the paper: our models, counted exactly, beside what the paper prints."""
     with progress_bar() as progress:
@@ -36,12 +37,10 @@ def models_command(
 
 @app.command("audit")
 def audit_command(
-    model: Annotated[str, typer.Argument(metavar="NAME_OR_FILE", help="A timm model name, or an .onnx file.")],
-    size: Annotated[int | None, typer.Option(help="Image side in pixels. Default: the model's own.", min=1)] = None,
-    by_module: Annotated[
-        bool, typer.Option("--by-module", help="One line for each module that has exp-like calls.")
-    ] = False,
-    fail_on_exp: Annotated[bool, typer.Option("--fail-on-exp", help="Exit with 1 if a call is exp-like.")] = False,
+    model: Annotated[str, Argument(metavar="NAME_OR_FILE", help="A timm model name, or an .onnx file.")],
+    size: Annotated[int | None, Option(help="Image side in pixels. Default: the model's own.", min=1)] = None,
+    by_module: Annotated[bool, Option("--by-module", help="One line for each module that has exp-like calls.")] = False,
+    fail_on_exp: Annotated[bool, Option("--fail-on-exp", help="Exit with 1 if a call is exp-like.")] = False,
 ) -> None:
     """Count a model's parameters, MACs and memory, and every exp-like call in it."""
     with Console(stderr=True).status(f"auditing {model}"):

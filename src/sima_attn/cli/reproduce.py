@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from sima_attn._devices import resolve_device
 from sima_attn._files import atomic_write
@@ -18,10 +19,10 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Run the paper's comparisons again.", no_args_is_help=True)
 
-DataFolder = Annotated[str, typer.Option(help="Folder of 64-pixel images, e.g. Tiny ImageNet.")]
-OutFolder = Annotated[Path, typer.Option(help="Folder for the runs, rows, tables and the figure.")]
-RunNames = Annotated[list[str] | None, typer.Option(help="Name of a run; repeat for several. Default: all.")]
-Jobs = Annotated[int, typer.Option(help="Number of runs that share the device.", min=1)]
+DataFolder = Annotated[str, Option(help="Folder of 64-pixel images, e.g. Tiny ImageNet.")]
+OutFolder = Annotated[Path, Option(help="Folder for the runs, rows, tables and the figure.")]
+RunNames = Annotated[list[str] | None, Option(help="Name of a run; repeat for several. Default: all.")]
+Jobs = Annotated[int, Option(help="Number of runs that share the device.", min=1)]
 
 
 @app.command("miniature")
@@ -29,9 +30,9 @@ def miniature_command(
     data: DataFolder,
     out: OutFolder = Path("runs/miniature"),
     only: RunNames = None,
-    epochs: Annotated[int | None, typer.Option(help="Epochs of each run.", min=2, show_default="60")] = None,
+    epochs: Annotated[int | None, Option(help="Epochs of each run.", min=2, show_default="60")] = None,
     seeds: Annotated[
-        list[int], typer.Option("--seed", help="Seeds of the headline pair; other runs use the first. Repeat.")
+        list[int], Option("--seed", help="Seeds of the headline pair; other runs use the first. Repeat.")
     ] = [0, 1],  # noqa: B006
     jobs: Jobs = 1,
     device: option.Device = "auto",
@@ -49,7 +50,7 @@ def dino_command(
     data: DataFolder,
     out: OutFolder = Path("runs/dino-miniature"),
     only: RunNames = None,
-    epochs: Annotated[int | None, typer.Option(help="Epochs of each run.", min=1, show_default="100")] = None,
+    epochs: Annotated[int | None, Option(help="Epochs of each run.", min=1, show_default="100")] = None,
     jobs: Jobs = 1,
     device: option.Device = "auto",
 ) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from sima_attn._devices import resolve_device
 from sima_attn.cli import _options as option
@@ -19,32 +20,19 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 DEFAULT_RUN = "runs/dino-digits"
-RunOrModel = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN_OR_MODEL",
-        help="A run's folder, a checkpoint, weights, or a model name (the package's weights, or random).",
-    ),
-]
-SizeOption = Annotated[int | None, typer.Option(help="Image side in pixels. Default: the training size.", min=1)]
-BranchOption = Annotated[str, typer.Option(help="teacher, or the student of a DINO checkpoint.")]
+SizeOption = Annotated[int | None, Option(help="Image side in pixels. Default: the training size.", min=1)]
+BranchOption = Annotated[str, Option(help="teacher, or the student of a DINO checkpoint.")]
 CacheOption = Annotated[
-    Path | None, typer.Option(help="Folder for the stored features.", show_default="RUN/features, or runs/features")
+    Path | None, Option(help="Folder for the stored features.", show_default="RUN/features, or runs/features")
 ]
-DtypeOption = Annotated[str, typer.Option(help="dtype of the stored features: float16 or float32.")]
+DtypeOption = Annotated[str, Option(help="dtype of the stored features: float16 or float32.")]
 
 
 @app.command("dino")
 def dino_command(
-    recipe: Annotated[
-        str | None,
-        typer.Option(
-            help="digits, miniature, xcit_small_12, xcit_small_12_xca or vit_small. Default: digits.",
-            show_default=False,
-        ),
-    ] = None,
+    recipe: Annotated[str | None, Option(help="Name of a recipe, see `sima recipes`. Default: digits.")] = None,
     data: option.Data = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the run.", show_default="runs/dino-RECIPE")] = None,
+    out: Annotated[Path | None, Option(help="Folder of the run.", show_default="runs/dino-RECIPE")] = None,
     overrides: option.Settings = None,
     resume: option.Resume = False,
     device: option.Device = "auto",
@@ -67,18 +55,18 @@ def dino_command(
 
 @app.command("knn")
 def knn_command(
-    model: RunOrModel = DEFAULT_RUN,
+    model: option.RunOrModel = DEFAULT_RUN,
     data: option.DataOfRun = None,
     k: Annotated[
-        list[int] | None, typer.Option("-k", help="Neighbours; repeat for several.", show_default="10, 20, 100, 200")
+        list[int] | None, Option("-k", help="Neighbours; repeat for several.", show_default="10, 20, 100, 200")
     ] = None,
-    temperature: Annotated[float, typer.Option(help="Temperature T of the weights exp(cosine / T).")] = 0.07,
+    temperature: Annotated[float, Option(help="Temperature T of the weights exp(cosine / T).")] = 0.07,
     size: SizeOption = None,
     branch: BranchOption = "teacher",
-    picture: Annotated[Path | None, typer.Option(help="PNG of the nearest neighbours of six val images.")] = None,
-    map_: Annotated[Path | None, typer.Option("--map", help="PNG of the val features of ten classes.")] = None,
-    method: Annotated[str, typer.Option("--map-method", help="pca, or tsne (scikit-learn).")] = "pca",
-    out: Annotated[Path | None, typer.Option(help="CSV file for the rows.")] = None,
+    picture: Annotated[Path | None, Option(help="PNG of the nearest neighbours of six val images.")] = None,
+    map_: Annotated[Path | None, Option("--map", help="PNG of the val features of ten classes.")] = None,
+    method: Annotated[str, Option("--map-method", help="pca, or tsne (scikit-learn).")] = "pca",
+    out: Annotated[Path | None, Option(help="CSV file for the rows.")] = None,
     cache: CacheOption = None,
     dtype: DtypeOption = "float16",
     batch: option.BatchSize = 256,
@@ -138,25 +126,20 @@ def knn_command(
 
 @app.command("linear")
 def linear_command(
-    model: RunOrModel = DEFAULT_RUN,
+    model: option.RunOrModel = DEFAULT_RUN,
     data: option.DataOfRun = None,
-    features: Annotated[
-        str, typer.Option(help="layers: tokens of the last layers, as in the paper; output: the output of the model.")
-    ] = "layers",
-    layers: Annotated[int | None, typer.Option(help="Number of layers.", show_default="2 in XCiT, 4 elsewhere")] = None,
-    norm: Annotated[bool, typer.Option(help="Pass the tokens through the model's last norm.")] = True,
-    epochs: Annotated[int | None, typer.Option(help="Default: the run's; 100 in the paper.", min=1)] = None,
-    lr: Annotated[float | None, typer.Option(help="Default: the run's; 0.001 in the paper.")] = None,
+    features: Annotated[str, Option(help="layers (tokens of the last ones, as in the paper) or output.")] = "layers",
+    layers: Annotated[int | None, Option(help="Number of layers.", show_default="2 in XCiT, 4 elsewhere")] = None,
+    norm: Annotated[bool, Option(help="Pass the tokens through the model's last norm.")] = True,
+    epochs: Annotated[int | None, Option(help="Default: the run's; 100 in the paper.", min=1)] = None,
+    lr: Annotated[float | None, Option(help="Default: the run's; 0.001 in the paper.")] = None,
     head_batch: Annotated[
-        int | None,
-        typer.Option(
-            "--head-batch", help="Batch size of the classifier. Default: the run's; 1024 in the paper.", min=1
-        ),
+        int | None, Option(help="Batch size of the classifier. Default: the run's; 1024 in the paper.", min=1)
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the classifier's initial weights and order.", min=0)] = 0,
+    seed: Annotated[int, Option(help="Seed of the classifier's initial weights and order.", min=0)] = 0,
     size: SizeOption = None,
     branch: BranchOption = "teacher",
-    out: Annotated[Path | None, typer.Option(help="CSV file with one row every ten epochs.")] = None,
+    out: Annotated[Path | None, Option(help="CSV file with one row every ten epochs.")] = None,
     cache: CacheOption = None,
     dtype: DtypeOption = "float16",
     batch: option.BatchSize = 256,

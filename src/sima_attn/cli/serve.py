@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from typer import Option
 
 from sima_attn._devices import resolve_device
 from sima_attn.cli import _options as option
@@ -15,26 +16,17 @@ app = typer.Typer()
 
 @app.command("serve")
 def serve_command(
-    model: Annotated[
-        str | None,
-        typer.Option(help="A timm model name, NAME=WEIGHTS, a run folder or a checkpoint. Default: the shipped model."),
-    ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; the default is local to this machine.")] = (
-        "127.0.0.1"
-    ),
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 selects a free one.", min=0, max=65535)] = 8000,
-    samples: Annotated[Path | None, typer.Option(help="Folder of sample photos for the page.")] = None,
-    onnx: Annotated[
-        Path | None,
-        typer.Option(help="A file of `sima export` to run in the browser.", show_default=False),
-    ] = None,
+    model: option.Model = None,
+    host: Annotated[str, Option(help="Address to listen on; the default is local to this machine.")] = "127.0.0.1",
+    port: Annotated[int, Option(help="Port to listen on; 0 selects a free one.", min=0, max=65535)] = 8000,
+    samples: Annotated[Path | None, Option(help="Folder of sample photos for the page.")] = None,
+    onnx: Annotated[Path | None, Option(help="A file of `sima export` to run in the browser.")] = None,
     onnxruntime_web: Annotated[
-        Path | None,
-        typer.Option(help="Folder of onnxruntime-web, for --onnx.", show_default=".tools/web, of `make browser`"),
+        Path | None, Option(help="Folder of onnxruntime-web, for --onnx.", show_default=".tools/web")
     ] = None,
     device: option.Device = "auto",
-    queue: Annotated[int, typer.Option(help="Maximum number of waiting requests; more are rejected.", min=0)] = 16,
-    timeout: Annotated[float, typer.Option(help="Seconds per request.", min=1.0)] = 60.0,
+    queue: Annotated[int, Option(help="Maximum number of waiting requests; more are rejected.", min=0)] = 16,
+    timeout: Annotated[float, Option(help="Seconds per request.", min=1.0)] = 60.0,
 ) -> None:
     """Serve a web page that classifies photos and shows attention maps."""
     from sima_attn.serve.run import check_installed, serve

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
+from typer import Option
 
 from sima_attn import _errors
 from sima_attn._devices import resolve_device
@@ -19,10 +20,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 MOST_SHOWN = 12  # a confusion matrix of more classes does not fit a screen
-CompileOption = Annotated[bool, typer.Option("--compile", help="Compile the model with torch.compile.")]
-CudaGraphOption = Annotated[
-    bool, typer.Option("--cuda-graph", help="Record a step once and replay it: for small models, on one GPU.")
-]
+CompileOption = Annotated[bool, Option("--compile", help="Compile the model with torch.compile.")]
+CudaGraphOption = Annotated[bool, Option("--cuda-graph", help="Record a step once and replay it, on one GPU.")]
 
 
 def check_installed() -> None:
@@ -66,9 +65,7 @@ def say_finished(finished: "RunSummary", folder: Path, what: str, form: str = ".
 
 @app.command("train")
 def train_command(
-    recipe: Annotated[
-        str | None, typer.Option(help="Name of a recipe, see `sima recipes`. Default: digits.", show_default=False)
-    ] = None,
+    recipe: Annotated[str | None, Option(help="Name of a recipe, see `sima recipes`. Default: digits.")] = None,
     data: option.Data = None,
     out: option.RunFolder = None,
     overrides: option.Settings = None,
@@ -93,29 +90,23 @@ def train_command(
 
 @app.command("eval")
 def eval_command(
-    model: Annotated[
-        str, typer.Argument(metavar="RUN_OR_MODEL", help="A run's folder, a checkpoint, weights, or a model name.")
-    ],
+    model: option.RunOrModel,
     data: option.DataOfRun = None,
     size: Annotated[
-        list[int] | None,
-        typer.Option(help="Image side in pixels; repeat for several. Default: the training size.", min=1),
+        list[int] | None, Option(help="Image side in pixels; repeat for several. Default: the training size.", min=1)
     ] = None,
     token_ref: Annotated[
         bool | None,
-        typer.Option(
-            "--token-ref/--no-token-ref", help="Compensate for another number of tokens. Default: both, if they differ."
-        ),
+        Option("--token-ref/--no-token-ref", help="Compensate for other sizes. Default: both, if they differ."),
     ] = None,
-    ema: Annotated[bool, typer.Option("--ema", help="Evaluate the average weights of a checkpoint.")] = False,
+    ema: Annotated[bool, Option("--ema", help="Evaluate the average weights of a checkpoint.")] = False,
     out: Annotated[
-        Path | None, typer.Option(help="CSV file with one row per class, for the last size.", dir_okay=False)
+        Path | None, Option(help="CSV file with one row per class, for the last size.", dir_okay=False)
     ] = None,
     confusion: Annotated[
-        Path | None,
-        typer.Option(help="CSV file with the confusion matrix, for the last size.", dir_okay=False),
+        Path | None, Option(help="CSV file with the confusion matrix, for the last size.", dir_okay=False)
     ] = None,
-    rows: Annotated[Path | None, typer.Option(help="CSV file with one row per size.", dir_okay=False)] = None,
+    rows: Annotated[Path | None, Option(help="CSV file with one row per size.", dir_okay=False)] = None,
     batch: option.BatchSize = 256,
     workers: option.Workers = None,
     device: option.Device = "auto",
