@@ -99,14 +99,8 @@ def twins_table(rows: Sequence[TwinRow]) -> TextTable:
     """The twins side by side."""
     header = ["attention", "accuracy", "training", "exp(), attention", "exp(), other", "params"]
     lines = [
-        [
-            row.attention,
-            f"{row.top1:.1f} %",
-            f"{row.seconds:.0f} s",
-            f"{row.attention_exps:,}",
-            f"{row.other_exps:,}",
-            f"{row.params:,}",
-        ]
+        [row.attention, f"{row.top1:.1f} %", f"{row.seconds:.0f} s"]
+        + [f"{count:,}" for count in (row.attention_exps, row.other_exps, row.params)]
         for row in rows
     ]
     return TextTable(header, lines, bold={i for i, row in enumerate(rows) if row.attention == "sima"})
@@ -159,14 +153,8 @@ def relative_error(name: str, N: int = COUNTED_TOKENS) -> float:
     """Relative error of `core` in float32 against `reference` in float64."""
     module, inputs = _module_and_inputs(name, N)
     out = module.core(*inputs)
-    truth = module.double().reference(*_as_double(inputs))
+    truth = module.double().reference(*(x.double() for x in inputs))
     return ((out - truth).norm() / truth.norm()).item()
-
-
-def _as_double(inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = inputs
-    q_double = q.double()
-    return q_double, q_double if k is q else k.double(), v.double()
 
 
 def _module_and_inputs(name: str, N: int) -> tuple[Attention, tuple[Tensor, Tensor, Tensor]]:

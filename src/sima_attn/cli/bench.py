@@ -25,17 +25,13 @@ def measure(
 ) -> list[Any]:
     """Measure groups of rows under a progress bar; the file is written after each, so an interruption keeps it.
 
-    Args:
-        groups: Takes a function that sets the text of the progress bar, yields the rows of each group.
-        total: Number of groups.
-        merge: Adds new rows to those so far.
-        rows: Rows to start with.
+    `groups` takes a function that sets the text of the progress bar. `merge` adds new rows to those so far.
     """
     from sima_attn.report.rows import write_rows
 
     rows = rows or []
     with progress_bar() as progress:
-        task = progress.add_task("starting", total=total)
+        task = progress.add_task("measuring", total=total)
         for new in groups(lambda text: progress.update(task, description=text)):
             rows = merge(rows, new)
             write_rows(out, rows)

@@ -140,16 +140,10 @@ def bench_detect_command(
 ) -> None:
     """Backbone and whole detector at 480 to 2048 px: softmax DeiT-S and XCA against their SimA twins."""
     from sima_attn.bench.detect import PIXELS, TWINS, bench_detect, detect_table
-    from sima_attn.report.rows import write_rows
 
     device = resolve_device(device)
-    rows = []
     file = out or option.BENCH_FOLDER / f"detect_{device}.csv"
-    with progress_bar() as progress:
-        task = progress.add_task("starting", total=len(TWINS) * len(pixels or PIXELS.get(device, ())))
-        for measured in bench_detect(device, pixels=pixels, seconds=seconds):
-            rows += measured
-            write_rows(file, rows)
-            progress.update(task, advance=1, description=f"{measured[-1].model} {measured[-1].pixels} px")
+    total = len(TWINS) * len(pixels or PIXELS[device])
+    rows = bench.measure(lambda show: bench_detect(device, pixels=pixels, seconds=seconds), file, total)
     print_table(detect_table(rows), f"one image, {rows[0].precision}, {rows[0].device}")
-    console.print(f"Rows: {file}")
+    bench.print_paths(rows=file)

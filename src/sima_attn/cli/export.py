@@ -13,7 +13,6 @@ from sima_attn.cli._shared import console, print_table, progress_bar, teller
 from sima_attn.data.images import find_photos, open_photos
 
 if TYPE_CHECKING:
-    from sima_attn.models.loading import LoadedModel
     from sima_attn.models.preprocessing import Preprocessing
 
 app = typer.Typer()
@@ -50,7 +49,7 @@ def export_command(
             order=order,
             preprocessing=preprocess,
             prepare=prepare,
-            labels=_read_labels(labels) if labels is not None else _labels(loaded),
+            labels=_read_labels(labels) if labels is not None else None,
             check_images=_read_images(images, prepare, preprocess) if images is not None else None,
             fail_on_exp=fail_on_exp,
             name=loaded.name,
@@ -124,14 +123,9 @@ def _exported_run(folder: Path) -> Path:
     from sima_attn.models.loading import load_model
 
     loaded = load_model(folder)
-    path, how = folder / "model.onnx", loaded.preprocessing
-    options: dict[str, Any] = {"dynamic": ("batch",), "prepare": how, "labels": _labels(loaded), "name": loaded.name}
-    export_onnx(loaded.model, path, input_size=how.size, **options)
+    path = folder / "model.onnx"
+    export_onnx(loaded.model, path, input_size=loaded.preprocessing.size, dynamic=("batch",), name=loaded.name)
     return path
-
-
-def _labels(loaded: "LoadedModel") -> list[str] | None:
-    return None if loaded.classes is None else [loaded.words.get(name, name) for name in loaded.classes]
 
 
 def _read_labels(path: Path) -> list[str]:
