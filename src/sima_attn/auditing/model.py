@@ -5,8 +5,6 @@ whose exponent is computed.
 The paper counts exp() in attention only; the audit counts the whole network and tells the two parts apart.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Set
@@ -142,37 +140,38 @@ def _shapes(inputs: Iterable[Tensor]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(tensor.shape) for tensor in inputs)
 
 
-class _ExpByModule(ExpCounter):
-    """Counts by the path of the module that runs, which the hooks of `watch` follow."""
+@contextmanager
+def followed(model: nn.Module) -> Iterator[tuple[list[str], dict[str, None]]]:
+    """Paths of the modules whose forward runs, the innermost last, and of all that ran; no hook stays behind."""
+    running, ran = [""], dict[str, None]()
+    with ExitStack() as hooks:
+        for path, module in model.named_modules():
 
-    def __init__(self) -> None:
+            def enter(_module: nn.Module, _args: Any, path: str = path) -> None:
+                running.append(path)
+                ran[path] = None
+
+            def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
+                running.pop()
+
+            hooks.callback(module.register_forward_pre_hook(enter).remove)
+            # A model may catch what a part of it raises: then the part has ended too.
+            hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
+        yield running, ran
+
+
+class _ExpByModule(ExpCounter):
+    """Counts by the path of the module that runs, as `followed` says."""
+
+    def __init__(self, running: list[str]) -> None:
         super().__init__()
-        self.running = [""]
+        self.running = running
         self.by_module: Counter[tuple[str, str]] = Counter()  # keeps the order of the first calls
-        self.entered: dict[str, None] = {}
 
     def add(self, name: str, count: int) -> None:
         super().add(name, count)
         kind = "softmax" if name == "safe_softmax" else name  # torch's own name inside plain-product attention
         self.by_module[self.running[-1], kind] += count
-
-    @contextmanager
-    def watch(self, model: nn.Module) -> Iterator[None]:
-        """Follow the forward through the modules of `model`; no hook stays behind."""
-        with ExitStack() as hooks:
-            for path, module in model.named_modules():
-
-                def enter(_module: nn.Module, _args: Any, path: str = path) -> None:
-                    self.running.append(path)
-                    self.entered[path] = None
-
-                def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
-                    self.running.pop()
-
-                hooks.callback(module.register_forward_pre_hook(enter).remove)
-                # A model may catch what a part of it raises: then the part has ended too.
-                hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
-            yield
 
 
 class _LiveBytes(TorchDispatchMode):
@@ -211,12 +210,11 @@ def _audit_module(model: nn.Module, input_size: InputSize) -> AuditReport:
         raise ValueError(f"{name} is a TorchScript module, whose parts cannot be followed: audit the module it is from")
     inputs = example_inputs(input_size, next((p for p in model.parameters() if p.is_floating_point()), None))
     shapes = _shapes(inputs)
-    exps = _ExpByModule()
     flops = FlopCounterMode(display=False)
     try:
         with _as_in_inference(model):
             # Older torch has no FLOP formula for the fused CPU attention, so here it runs as plain products.
-            with exps.watch(model), sdpa_kernel(SDPBackend.MATH), flops, exps:
+            with followed(model) as (running, ran), sdpa_kernel(SDPBackend.MATH), flops, _ExpByModule(running) as exps:
                 model(*inputs)
             memory = _LiveBytes([*model.parameters(), *model.buffers(), *inputs])
             with memory:
@@ -243,7 +241,7 @@ def _audit_module(model: nn.Module, input_size: InputSize) -> AuditReport:
         in_paper=tuple(
             dict.fromkeys(
                 in_paper(type(modules[path]), evaluates_exp=path in with_exps)
-                for path in parts.distinct(exps.entered, with_exps)
+                for path in parts.distinct(ran, with_exps)
             )
         ),
     )

@@ -26,14 +26,14 @@ from sima_attn import _errors
 from sima_attn._errors import first_line, unknown_name
 from sima_attn._files import atomic_write
 from sima_attn._version import __version__
-from sima_attn.auditing.model import audit
+from sima_attn.auditing.model import audit, followed
 from sima_attn.auditing.report import AuditReport
 from sima_attn.export.photo_graph import PreparePhoto
 from sima_attn.export.runtimes import PREFIX, open_model
 from sima_attn.models.loading import classes_of
 from sima_attn.models.preprocessing import Preprocessing
 from sima_attn.nn import SimAttention, SimCrossAttention, SimMultiheadAttention
-from sima_attn.ops.api import Plan, check_order, plan_callback
+from sima_attn.ops.api import check_order, plan_callback
 
 if TYPE_CHECKING:
     import onnx
@@ -260,24 +260,14 @@ def _pin_orders(model: nn.Module, order: str, images: Tensor) -> dict[str, str]:
     for module in modules.values():
         module.order = order if order != "auto" else module.order
     found: dict[str, str] = {}
-    running = [""]
-
-    def watch(plan: Plan) -> None:
-        caller = running[-1] or f"call {len(found) + 1}"  # transformers' attentions are functions, not modules
-        found[caller] = plan.order
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(plan_callback(watch))
-        for path, module in modules.items():
-            stack.callback(module.register_forward_pre_hook(lambda *_, path=path: running.append(path)).remove)
-            stack.callback(module.register_forward_hook(lambda *_: running.pop() and None).remove)
-        try:
+    try:
+        with followed(model) as (running, _), plan_callback(lambda plan: found.update({running[-1]: plan.order})):
             model(images)
-        except Exception as error:
-            raise ValueError(
-                f"{type(model).__name__} cannot run on {tuple(images.shape)}: {first_line(error)}; use the size it "
-                "was built for"
-            ) from error
+    except Exception as error:
+        raise ValueError(
+            f"{type(model).__name__} cannot run on {tuple(images.shape)}: {first_line(error)}; use the size it was "
+            "built for"
+        ) from error
     for path, module in modules.items():
         module.order = found.get(path, module.order)
     return found

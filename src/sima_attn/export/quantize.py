@@ -165,7 +165,6 @@ def quantize_onnx(
     compare_labels: Sequence[int] | None = None,
     data: str = "",
     reduce_range: bool = False,
-    least_images: int = MIN_IMAGES,
     on_image: Callable[[], object] = lambda: None,
 ) -> QuantizeReport:
     """Quantize an exported file to int8, and compare both files.
@@ -179,17 +178,16 @@ def quantize_onnx(
         compare_labels: Their classes, for accuracy.
         data: Name of the images in the report.
         reduce_range: 7-bit weights, for x86 processors without VNNI, whose 8-bit products saturate.
-        least_images: Fewer calibration images are an error.
         on_image: Called after each image of calibration and comparison.
     """
     check_installed()
     fp32_path, int8_path = Path(fp32_path), Path(int8_path)
     if int8_path.suffix != ".onnx" or int8_path == fp32_path:
         raise ValueError(f"the int8 file must end in .onnx and differ from {fp32_path}, got {str(int8_path)!r}")
-    if len(calibration_images) < least_images:
+    if len(calibration_images) < MIN_IMAGES:
         raise ValueError(
             f"{len(calibration_images)} calibration images are too few for the ranges of the activations: use "
-            f"at least {least_images}, better a few hundred"
+            f"at least {MIN_IMAGES}, better a few hundred"
         )
     if compare_labels is not None and len(compare_labels) != len(compare_images):
         raise ValueError(f"got {len(compare_labels)} labels for {len(compare_images)} images")

@@ -3,8 +3,6 @@
 This module does not import torch, so that the memory of a runtime can be measured without it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from importlib.util import find_spec
