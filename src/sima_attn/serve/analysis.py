@@ -3,15 +3,14 @@
 Shapes: K classes; maps are lists of rows.
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from PIL.Image import Image
 from torch import Tensor, nn
 
 from sima_attn.auditing import audit
@@ -23,9 +22,6 @@ from sima_attn.explain.reading import Layer, Reading, read_attention
 from sima_attn.nn.attention import SimAttention
 from sima_attn.report.timing import time_interleaved
 from sima_attn.serve.limits import Limits, Refusal
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 SIZES = (64, 96, 128, 192, 224, 256, 384, 512)
 TIMED_SECONDS = 1.0

@@ -3,8 +3,6 @@
 The page asks for everything from here, so that the photo and the model stay on this machine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import socket
 from contextlib import suppress
@@ -55,11 +54,9 @@ def serve(
             listener.bind((host, port))
             listener.listen(BACKLOG)  # before the address is printed, so that clients can connect at once
         except OSError as error:
-            if error.errno in (errno.EADDRINUSE, errno.EACCES):
-                raise ValueError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from None
             raise ValueError(
-                f"cannot listen on {host}: {error.strerror}; --host is a name or an address of this machine, such as "
-                "127.0.0.1, or 0.0.0.0 for all of them"
+                f"cannot listen on {host}:{port}: {error.strerror}; choose another --port, or a --host that is an "
+                "address of this machine, such as 127.0.0.1, or 0.0.0.0 for all of them"
             ) from None
         shown = f"[{host}]" if ":" in host else host
         print(f"http://{shown}:{listener.getsockname()[1]}  (Ctrl-C to stop)", flush=True)
