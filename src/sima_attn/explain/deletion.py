@@ -9,8 +9,6 @@ Shapes: B images, K classes, G patches of the grid; curves [B, fractions, 2]: pr
 whether it came first.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Maps -> pictures: a map over its photo, and sheets of pictures with captions. Needs only Pillow."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ A row n of Q-hat K-hat^T is signed: the value of token m is added to the output 
 Shapes: B batch, H heads, N query tokens, M key tokens, D channels per head.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

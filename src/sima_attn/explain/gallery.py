@@ -1,15 +1,13 @@
 """Photos and models -> files: one picture per photo, a contact sheet, raw arrays."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+from PIL.Image import Image
 
 from sima_attn._files import atomic_write
 from sima_attn.data.images import check_not_over, open_photo, open_photos, unique_name
@@ -18,9 +16,6 @@ from sima_attn.explain.effects import effect_scores, signed_unit
 from sima_attn.explain.maps import raw_scores, spread, to_map
 from sima_attn.explain.photo_model import PhotoModel
 from sima_attn.explain.reading import PARTS, Reading
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 LONGEST = 1024  # pixels of a drawn photo
 SHEET = "contact_sheet"

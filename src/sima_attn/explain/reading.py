@@ -7,8 +7,6 @@ tokens.
 Shapes: B batch, H heads, N query tokens, M key tokens, D channels per head, C = H * D.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Shared by the model families: register sizes with timm, build a model, choose its attention."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -4,8 +4,6 @@ Settings may come from a file that anyone has written. They are checked before a
 file makes timm download weights or open another file, and no file makes it build a model larger than its own weights.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping

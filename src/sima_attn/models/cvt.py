@@ -4,8 +4,6 @@ Shapes: B batch, N query tokens, M key tokens, H heads, D channels per head, C =
 images [B, 3, height, width] -> logits [B, K]. A grid is (rows, columns) of tokens, without the class token.
 """
 
-from __future__ import annotations
-
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 Anyone may have written a file: only tensors and plain values are read, never code.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
