@@ -1,7 +1,5 @@
 """Measurements of `sima demo`: twins trained on the digits, one word apart; all attentions on this machine."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ image is that of the kernel launches. The whole detector cannot be a graph, sinc
 each call is followed by a synchronization.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -4,8 +4,6 @@ Images are random, and so are weights that do not come with the package: neither
 accuracy see `sima quantize`.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -4,8 +4,6 @@ Both fix the order of the product Q K^T V to that of the baseline, to show the t
 computes it, with folded norms and free order, is measured too.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass

@@ -9,6 +9,8 @@ from typer import Argument, Option
 
 from sima_attn.cli import _options as option
 from sima_attn.cli._shared import console, print_table, progress_bar
+from sima_attn.report.figures import check_can_plot
+from sima_attn.report.rows import merge_rows, read_rows, write_rows
 
 Update = Annotated[bool, Option("--update", help="Keep rows of other cases in the file.")]
 
@@ -27,8 +29,6 @@ def measure(
 
     `groups` takes a function that sets the text of the progress bar. `merge` adds new rows to those so far.
     """
-    from sima_attn.report.rows import write_rows
-
     rows = rows or []
     with progress_bar() as progress:
         task = progress.add_task("measuring", total=total)
@@ -92,8 +92,6 @@ def bench_gpu_command(
     from sima_attn.bench.gpu import FIGURE_CASES, GpuRow, bench_gpu, select_cases
     from sima_attn.bench.tables import dtype_table, gpu_table
     from sima_attn.report.cuda_timing import check_cuda
-    from sima_attn.report.figures import check_can_plot
-    from sima_attn.report.rows import merge_rows, read_rows
 
     cases = select_cases(shapes=shape, dtypes=dtype)
     check_cuda()
@@ -142,7 +140,6 @@ def bench_model_command(
     from sima_attn.bench.model import ModelSpeedRow, bench_models, select_cases
     from sima_attn.bench.tables import model_table, step_table, targets_table
     from sima_attn.report.cuda_timing import check_cuda
-    from sima_attn.report.rows import merge_rows, read_rows
 
     cases = select_cases(models=model, modes=mode, directions=direction, pixels=pixels, batches=batch)
     check_cuda()
@@ -167,7 +164,6 @@ def bench_table_command(
     from sima_attn.bench.cores import DIRECTIONS
     from sima_attn.bench.cpu import CpuRow
     from sima_attn.bench.tables import cpu_table
-    from sima_attn.report.rows import read_rows
 
     rows = read_rows(rows_file, CpuRow)
     print("\n\n".join(cpu_table(rows, threads, direction).markdown() for direction in DIRECTIONS))

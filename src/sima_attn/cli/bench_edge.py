@@ -9,6 +9,7 @@ from typer import Option
 from sima_attn.cli import _options as option
 from sima_attn.cli._shared import console, print_table
 from sima_attn.cli.bench import measure, print_paths
+from sima_attn.report.figures import check_can_plot
 
 app = typer.Typer()
 
@@ -33,7 +34,6 @@ def bench_edge_command(
     from sima_attn.bench.edge import FAMILIES, bench_edge, check_choice, edge_table, is_busy
     from sima_attn.bench.figures import plot_edge
     from sima_attn.export.onnx import check_installed
-    from sima_attn.report.figures import check_can_plot
 
     check_installed()
     check_can_plot()

@@ -10,6 +10,7 @@ from rich.markup import escape
 from typer import Argument, Option
 
 from sima_attn._devices import resolve_device
+from sima_attn._settings import to_dict
 from sima_attn.cli import _options as option
 from sima_attn.cli._shared import console, teller
 from sima_attn.data.images import find_photos, open_photos
@@ -39,8 +40,9 @@ def classify_command(
 
     loaded = load_model(model, device=device)
     if not loaded.trained:
-        what = f"{model} has no trained weights" if model else "no weights come with this version of the package"
-        raise ValueError(f"{what}: train a model with `sima train` and give its folder with --model")
+        raise ValueError(
+            f"{loaded.name} has no trained weights: train a model with `sima train` and give its folder with --model"
+        )
     for path, photo in open_photos(files, say=teller()):
         print_classes(path.name, top_classes(loaded, photo, top))
 
@@ -80,7 +82,6 @@ def ship_command(
     """Put the weights of a run into the package, in half precision: `pretrained=True` finds them there."""
     from rich.console import Console
 
-    from sima_attn._settings import to_dict
     from sima_attn.data.sources import class_words
     from sima_attn.models.loading import load_model
     from sima_attn.models.pretrained import Card, check_same_model, in_half, save_shipped

@@ -7,6 +7,8 @@ import typer
 from typer import Option
 
 from sima_attn.cli._shared import console, print_table, progress_bar
+from sima_attn.report.figures import check_can_plot
+from sima_attn.report.rows import write_rows
 
 app = typer.Typer()
 # Photos of scikit-image, and what they show. Only the cat is among the 100 classes of the shipped model (tabby,
@@ -42,8 +44,6 @@ def compare_twins(out: Path) -> None:
     """Train both on the digits; print a table, and write rows, curves and a figure."""
     from sima_attn.bench.demo import train_twins, twins_table
     from sima_attn.bench.figures import plot_twins
-    from sima_attn.report.figures import check_can_plot
-    from sima_attn.report.rows import write_rows
 
     check_can_plot()
     console.print("Two small vision transformers learn scikit-learn's digits: the same recipe, one word changed.")
@@ -70,11 +70,7 @@ def show_photos(out: Path) -> None:
     from sima_attn.cli.classify import print_classes, top_classes
     from sima_attn.explain.gallery import Gallery
     from sima_attn.explain.photo_model import load_photo_model
-    from sima_attn.models.pretrained import shipped_models
 
-    if not shipped_models():
-        console.print("This version includes no trained weights, so no photos are classified.")
-        return
     if find_spec("skimage") is None:
         console.print("The photos need scikit-image, which is not installed: pip install 'sima-attn\\[data]'")
         return
@@ -95,8 +91,6 @@ def compare_attentions(out: Path, seconds: float) -> None:
     from sima_attn.bench.figures import plot_time_against_tokens
     from sima_attn.bench.tables import demo_table
     from sima_attn.nn import ATTENTIONS
-    from sima_attn.report.figures import check_can_plot
-    from sima_attn.report.rows import write_rows
 
     check_can_plot()
     with progress_bar() as progress:

@@ -13,6 +13,7 @@ from sima_attn.cli import bench
 from sima_attn.cli._shared import console, print_recipes, print_table, progress_bar, step_callback, teller
 from sima_attn.cli.train import check_installed, resolved, say_finished
 from sima_attn.data.images import find_photos
+from sima_attn.report.rows import write_rows
 
 app = typer.Typer(help="Boxes and instance masks: Mask R-CNN, COCO's format.", no_args_is_help=True)
 
@@ -62,7 +63,6 @@ def eval_command(
     from sima_attn.detect.coco import write_results
     from sima_attn.detect.task import evaluate_detector
     from sima_attn.detect.weights import load_detector
-    from sima_attn.report.rows import write_rows
     from sima_attn.reproduce.detection import size_table, table_4
 
     loaded = load_detector(run)

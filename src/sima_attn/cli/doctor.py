@@ -19,6 +19,7 @@ from typer import Option
 from sima_attn._errors import first_line
 from sima_attn._version import __version__
 from sima_attn.cli._shared import console
+from sima_attn.report.rows import cpu_name
 
 if TYPE_CHECKING:
     import torch
@@ -114,8 +115,6 @@ def doctor_command(
 def examine() -> Findings:
     """Check everything. Writes nothing, and needs no network."""
     import torch
-
-    from sima_attn.report.rows import cpu_name
 
     packages = installed_packages()
     checks = run_checks()
@@ -338,9 +337,8 @@ def show(findings: Findings) -> None:
             for c in findings.checks
         ],
     )
-    weights = [f"{name}, {about}" for name, about in findings.weights.items()]
-    for line in weights or ["none are included in this version"]:
-        console.print(f"Weights: {escape(line)}")
+    for name, about in findings.weights.items():
+        console.print(f"Weights: {escape(f'{name}, {about}')}")
     for problem in findings.problems:
         console.print(f"[bold red]Problem:[/bold red] {escape(problem)}")
     if not findings.problems:

@@ -11,6 +11,9 @@ from sima_attn._devices import resolve_device
 from sima_attn.cli import _options as option
 from sima_attn.cli._shared import console, note, print_table, progress_bar, teller
 from sima_attn.data.images import find_photos, open_photos, unique_name
+from sima_attn.report.figures import check_can_plot
+from sima_attn.report.rows import write_rows
+from sima_attn.report.tables import TextTable
 
 if TYPE_CHECKING:
     from sima_attn.explain import PhotoModel
@@ -92,14 +95,11 @@ def statistics_command(
     device: option.Device = "auto",
 ) -> None:
     """Per layer, the share of negative attention entries and of the largest channel."""
-    from sima_attn.report.figures import check_can_plot
 
     check_can_plot()
     loaded = _load([model, *(compare or [])], device)
     from sima_attn.explain.effects import AttentionRow, attention_statistics
     from sima_attn.explain.figures import plot_statistics
-    from sima_attn.report.rows import write_rows
-    from sima_attn.report.tables import TextTable
 
     files = find_photos(photos)
     rows: list[AttentionRow] = []
@@ -135,7 +135,6 @@ def deletion_command(
     device: option.Device = "auto",
 ) -> None:
     """Deletion test: hide the highest, lowest or random patches and measure the right class."""
-    from sima_attn.report.figures import check_can_plot
 
     check_can_plot()
     layers = _layers(layer)
@@ -143,8 +142,6 @@ def deletion_command(
     from sima_attn.explain.deletion import deletion_test, validation_batches
     from sima_attn.explain.figures import plot_deletion
     from sima_attn.explain.reading import PARTS, read_attention
-    from sima_attn.report.rows import write_rows
-    from sima_attn.report.tables import TextTable
 
     parts = of or PARTS
     with progress_bar() as progress:

@@ -11,6 +11,7 @@ from typer import Argument, Option
 from sima_attn.cli import _options as option
 from sima_attn.cli._shared import console, print_table, progress_bar, teller
 from sima_attn.data.images import find_photos, open_photos
+from sima_attn.report.rows import read_rows, write_rows
 
 if TYPE_CHECKING:
     from sima_attn.models.preprocessing import Preprocessing
@@ -83,7 +84,6 @@ def quantize_command(
         raise ValueError(f"--out names one file, and there are {len(models)}: omit it to write NAME.int8.onnx for each")
     from sima_attn.export.onnx import check_installed
     from sima_attn.export.quantize import FileRow, metadata_of, open_images, quantize_onnx, quantize_table
-    from sima_attn.report.rows import read_rows, write_rows
 
     check_installed()
     for name in models:

@@ -8,6 +8,7 @@ from rich.console import Console
 from typer import Argument, Option
 
 from sima_attn.cli._shared import console, print_table, progress_bar
+from sima_attn.report.rows import write_rows
 
 app = typer.Typer()
 
@@ -19,7 +20,6 @@ def models_command(
     """Print Table 1 of the paper: our models, counted exactly, beside what the paper prints."""
     with progress_bar() as progress:
         task = progress.add_task("importing", total=None)
-        from sima_attn.report.rows import write_rows
         from sima_attn.reproduce.paper_models import TABLE_1
         from sima_attn.reproduce.table_1 import count_models, table_1
 

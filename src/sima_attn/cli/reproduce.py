@@ -12,6 +12,7 @@ from sima_attn._files import atomic_write
 from sima_attn.cli import _options as option
 from sima_attn.cli._shared import console, print_table, progress_bar, teller
 from sima_attn.cli.train import check_installed
+from sima_attn.report.figures import check_can_plot
 from sima_attn.train.stopping import RunInterrupted
 
 if TYPE_CHECKING:
@@ -71,7 +72,6 @@ def run_grid(
         report: Module with `tables` and `plot` for the grid's rows.
     """
     from sima_attn.data.sources import open_data
-    from sima_attn.report.figures import check_can_plot
 
     check_can_plot()
     for split in ("train", "val"):

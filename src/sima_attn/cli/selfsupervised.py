@@ -1,5 +1,6 @@
 """`sima dino`, `sima knn` and `sima linear`."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -7,9 +8,14 @@ import typer
 from typer import Option
 
 from sima_attn._devices import resolve_device
+from sima_attn._errors import unknown_name
+from sima_attn._settings import PositiveFloat, check_value
 from sima_attn.cli import _options as option
 from sima_attn.cli._shared import console, print_table, progress_bar, step_callback, teller
 from sima_attn.cli.train import CompileOption, CudaGraphOption, check_installed, resolved, say_finished
+from sima_attn.report.figures import check_can_plot
+from sima_attn.report.rows import write_rows
+from sima_attn.report.tables import TextTable
 
 if TYPE_CHECKING:
     from torch import nn
@@ -74,15 +80,10 @@ def knn_command(
     device: option.Device = "auto",
 ) -> None:
     """k-NN accuracy of frozen features: val images classified by their nearest training images."""
-    from sima_attn._errors import unknown_name
-    from sima_attn._settings import PositiveFloat, check_value
     from sima_attn.data.sources import class_words
     from sima_attn.probe.feature_map import MAPS, plot_feature_map
     from sima_attn.probe.features import load_backbone
     from sima_attn.probe.knn import knn_accuracy, plot_neighbours
-    from sima_attn.report.figures import check_can_plot
-    from sima_attn.report.rows import write_rows
-    from sima_attn.report.tables import TextTable
 
     if method not in MAPS:
         raise unknown_name("map", method, MAPS)
@@ -147,13 +148,9 @@ def linear_command(
     device: option.Device = "auto",
 ) -> None:
     """Accuracy of a linear classifier on frozen features, trained by SGD as in the paper."""
-    from dataclasses import replace
 
-    from sima_attn._errors import unknown_name
-    from sima_attn._settings import PositiveFloat, check_value
     from sima_attn.probe.features import LayerFeatures, load_backbone
     from sima_attn.probe.linear import train_linear
-    from sima_attn.report.rows import write_rows
 
     if features not in ("layers", "output"):
         raise unknown_name("features", features, ("layers", "output"))
@@ -192,7 +189,6 @@ def extract_splits(
     **options: Any,
 ) -> "tuple[list[Source], list[Features]]":
     """The train and val images, and their features by `reader`, extracted or as they were stored."""
-    from dataclasses import replace
 
     from sima_attn.data.sources import check_same_classes, open_data
     from sima_attn.probe.features import extract, with_workers

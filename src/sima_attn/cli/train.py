@@ -12,8 +12,11 @@ from typer import Option
 
 from sima_attn import _errors
 from sima_attn._devices import resolve_device
+from sima_attn._settings import with_overrides
 from sima_attn.cli import _options as option
 from sima_attn.cli._shared import console, print_recipes, print_table, teller
+from sima_attn.report.rows import processor_name, write_rows
+from sima_attn.report.tables import TextTable
 
 if TYPE_CHECKING:
     from sima_attn.train.engine import RunSummary
@@ -42,7 +45,6 @@ def resolved(
 
     An option that is None or False was not given.
     """
-    from sima_attn._settings import with_overrides
     from sima_attn.train.run import RunFolder
 
     base = named(recipe or default)
@@ -114,8 +116,6 @@ def eval_command(
     """Top-1 and top-5 of a model on the val images, at any size, with and without token_ref."""
     from sima_attn.data.settings import Data
     from sima_attn.models.loading import load_model
-    from sima_attn.report.rows import processor_name, write_rows
-    from sima_attn.report.tables import TextTable
     from sima_attn.train.evaluate import evaluate
 
     device = resolve_device(device)

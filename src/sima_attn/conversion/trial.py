@@ -1,7 +1,5 @@
 """One forward of a model, to see which of its modules really run: what a conversion is proven by."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any

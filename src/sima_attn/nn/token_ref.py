@@ -4,8 +4,6 @@ SimA's output shrinks as 1/N. `token_ref`, the number of tokens at the training 
 layers were trained with. The number may differ between modules, so a forward pass at the training size counts it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
