@@ -8,12 +8,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from sima_attn._settings import with_overrides
+from sima_attn.auditing import audit
 from sima_attn.bench.cores import unpack
+from sima_attn.models.loading import load_model
 from sima_attn.nn import ATTENTIONS, Attention, create_attention
 from sima_attn.ops import AttentionShape, ExpCounter
 from sima_attn.report.rows import provenance_columns
 from sima_attn.report.tables import TextTable
 from sima_attn.report.timing import time_interleaved
+from sima_attn.train.recipes import Recipe, named_recipe
+from sima_attn.train.run import RunFolder
 
 HEADS, CHANNELS = 3, 64  # DeiT-Tiny
 TOKENS = (49, 196, 784, 2304, 4096)  # squares: some attentions need a square grid
@@ -49,9 +54,6 @@ def train_twins(
 
     `changes` are changes of the recipe, as for `--set`. The runs of an earlier demo are replaced.
     """
-    from sima_attn._settings import with_overrides
-    from sima_attn.train.recipes import named_recipe
-
     rows = []
     for attention in TWINS:
         recipe = with_overrides(named_recipe("digits"), [*changes, f"model.attention={attention}"])
@@ -61,10 +63,8 @@ def train_twins(
     return rows
 
 
-def _remove_old_twin(folder: Path, recipe) -> None:
+def _remove_old_twin(folder: Path, recipe: Recipe) -> None:
     """Remove the run of an earlier demo; raise if the folder holds any other run."""
-    from sima_attn.train.run import RunFolder
-
     if not (folder / "recipe.yaml").exists():
         return
     old = RunFolder(folder).read_recipe()
@@ -73,15 +73,13 @@ def _remove_old_twin(folder: Path, recipe) -> None:
     shutil.rmtree(folder)
 
 
-def _train_twin(recipe, folder: Path, quiet: bool) -> TwinRow:
-    from sima_attn.auditing import audit
-    from sima_attn.models.loading import load_model
-    from sima_attn.train.classify import train_classifier
+def _train_twin(recipe: Recipe, folder: Path, quiet: bool) -> TwinRow:
+    from sima_attn.train.classify import train_classifier  # needs lightning, which comparing attentions does not
 
     finished = train_classifier(recipe, folder, device="cpu", quiet=quiet)
     report = audit(load_model(folder).model, recipe.data.size)
     return TwinRow(
-        attention=recipe.model.attention,
+        attention=str(recipe.model.attention),
         params=report.params,
         epochs=recipe.schedule.epochs,
         top1=round(finished.metrics["top1"], 2),

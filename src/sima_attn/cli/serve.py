@@ -8,6 +8,7 @@ from rich.console import Console
 from typer import Option
 
 from sima_attn._devices import resolve_device
+from sima_attn._errors import check_installed
 from sima_attn.cli import _options as option
 from sima_attn.cli._shared import note, teller
 
@@ -29,12 +30,11 @@ def serve_command(
     timeout: Annotated[float, Option(help="Seconds per request.", min=1.0)] = 60.0,
 ) -> None:
     """Serve a web page that classifies photos and shows attention maps."""
-    from sima_attn.serve.run import check_installed, serve
-
-    check_installed()
+    check_installed("the page", "fastapi", "uvicorn", extra="serve")
     with Console(stderr=True).status("loading"):
         from sima_attn.explain.photo_model import UNTRAINED, load_photo_model
         from sima_attn.serve.limits import Limits
+        from sima_attn.serve.run import serve
 
         device = resolve_device(device)
         loaded = load_photo_model(model, device=device)

@@ -7,11 +7,9 @@ around it, which are a few percent of all multiplications.
 
 from __future__ import annotations
 
-import logging
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +20,7 @@ import torch
 
 from sima_attn._version import __version__
 from sima_attn.auditing.model import audit
-from sima_attn.data.images import ENDINGS, images_in, open_photo
+from sima_attn.data.images import images_in, open_photo
 from sima_attn.export.onnx import check_installed, write_checked, write_metadata
 from sima_attn.export.runtimes import Session, labels_in, open_model, read_metadata
 from sima_attn.models.preprocessing import Preprocessing
@@ -127,12 +125,7 @@ def open_images(
     raw = metadata.get("preprocessing_inside") == "true"
     root = Path(data)
     files = images_in(root) if root.is_dir() else []
-    try:
-        source = None if files else open_data(data, split)
-    except FileNotFoundError as error:
-        if not root.is_dir():
-            raise
-        raise FileNotFoundError(f"{error}, nor image files in it ({', '.join(ENDINGS)})") from None
+    source = None if files else open_data(data, split)
     known = labels_in(metadata)
     if source is not None and known is not None and len(source.classes) != len(known):
         raise ValueError(
@@ -253,6 +246,7 @@ def quantized_graph(
     """
     import onnx
     from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+    from onnxruntime.quantization.quant_utils import add_pre_process_metadata
 
     class Reader(CalibrationDataReader):
         def get_next(self) -> dict[str, np.ndarray] | None:
@@ -268,11 +262,11 @@ def quantized_graph(
     convert_linear_to_gemm(proto)
     weights = {weight.name for weight in proto.graph.initializer}
     chosen = [node.name for node in proto.graph.node if node.op_type in PRODUCTS and node.input[1] in weights]
-    with tempfile.TemporaryDirectory() as folder, _quiet():
-        before, after = Path(folder) / "before.onnx", Path(folder) / "after.onnx"
-        onnx.save(proto, before)
+    add_pre_process_metadata(proto)  # these graphs do not need the preprocessing step that is advised otherwise
+    with tempfile.TemporaryDirectory() as folder:
+        after = Path(folder) / "after.onnx"
         quantize_static(
-            before,
+            proto,
             after,
             Reader(),
             quant_format=QuantFormat.QDQ,
@@ -422,17 +416,6 @@ def _shown(value: float) -> str:
 
 def _percent(of: np.ndarray) -> float:
     return round(100 * float(of.mean()), 2)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress ONNX Runtime's advice to run a preprocessing step that these graphs do not need."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 def metadata_of(path: str | Path) -> dict[str, str]:

@@ -1,31 +1,24 @@
 """Runs the page with uvicorn."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from sima_attn import _errors
+import uvicorn
 
-if TYPE_CHECKING:
-    import uvicorn
-
-    from sima_attn.explain.photo_model import PhotoModel
-    from sima_attn.serve.limits import Limits
+from sima_attn.explain.photo_model import PhotoModel
+from sima_attn.serve.app import LOCAL, create_app
+from sima_attn.serve.connections import BoundedConnection
+from sima_attn.serve.in_browser import InBrowser
+from sima_attn.serve.limits import Limits
 
 # Also the number of connections that asyncio accepts in one step, before excess ones are closed. The sum with
 # `Limits.connections` is below 256, the limit of open files of a process on some systems.
 BACKLOG = 64
-
-
-def check_installed() -> None:
-    """Raise if a package is missing."""
-    _errors.check_installed("the page", "fastapi", "uvicorn", "PIL", extra="serve")
 
 
 def serve(
@@ -39,11 +32,6 @@ def serve(
     onnxruntime_web: Path | None = None,
 ) -> None:
     """Serve until Ctrl-C or SIGTERM; running requests then have `limits.stop_seconds` to finish."""
-    import uvicorn
-
-    from sima_attn.serve.app import LOCAL, create_app
-    from sima_attn.serve.in_browser import InBrowser
-
     hosts = LOCAL if host in LOCAL else None
     in_browser = InBrowser(onnx, onnxruntime_web)
     app = create_app(photo_model, samples=samples, limits=limits, hosts=hosts, in_browser=in_browser)
@@ -69,9 +57,6 @@ def serve(
 
 def server_config(app: Any, limits: Limits) -> uvicorn.Config:
     """Settings of uvicorn."""
-    import uvicorn
-
-    from sima_attn.serve.connections import BoundedConnection
 
     async def until_stopped(scope: Any, receive: Any, send: Any) -> None:
         with suppress(asyncio.CancelledError):  # the server stops: not an error
