@@ -169,8 +169,6 @@ def test_colours_are_the_ends_and_the_middle_of_the_ramp():
     assert np.array_equal(colour(np.array([0.5]), EFFECT)[0], EFFECT[1])
     photo = Image.new("RGB", (4, 3), (9, 9, 9))
     assert np.array_equal(np.asarray(overlay(photo, np.zeros((3, 4)), opacity=0.0)), np.asarray(photo))
-    with pytest.raises(ValueError, match=r"the map is .*, the photo"):
-        overlay(photo, np.zeros((4, 3)))
 
 
 def test_a_sheet_holds_every_picture_whole():
@@ -180,5 +178,3 @@ def test_a_sheet_holds_every_picture_whole():
     is_red = (page[..., 0] > 200) & (page[..., 1] < 50)
     assert is_red.sum() == 2 * 100 * 50
     assert ((page[..., 2] > 200) & (page[..., 1] < 50)).sum() == 25 * 100
-    with pytest.raises(ValueError, match="at least one picture"):
-        sheet([])

@@ -357,7 +357,6 @@ def test_timm_groups_the_parameters_by_depth_and_decays_no_class_token():
     ("wrong", "message"),
     [
         ({"global_pool": "max"}, "global_pool must be one of 'token', 'avg', '', got 'max'"),
-        ({"num_classes": -1}, "num_classes must be 0"),
         ({"depths": (1, 2)}, r"depths must have one entry for each of the 3 embed_dims, got \(1, 2\)"),
         ({"strides": (4, 2, 2, 2)}, "strides must have one entry for each of the 3"),
         ({"attention_options": [{}]}, "attention_options must have one entry for each of the 3"),

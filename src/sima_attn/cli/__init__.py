@@ -1,4 +1,4 @@
-"""The command `sima`: one thin function a command. Heavy imports wait until a command runs."""
+"""The command `sima`: one thin function per command. Heavy imports wait until a command runs."""
 
 import sys
 from typing import Annotated
@@ -12,7 +12,6 @@ from typer.core import TyperGroup
 from sima_attn._version import __version__
 from sima_attn.cli import (
     bench,
-    bench_edge,
     classify,
     demo,
     detect,
@@ -64,20 +63,15 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-app.add_typer(demo.app)
-app.add_typer(models.app)
-app.add_typer(train.app)
-app.add_typer(selfsupervised.app)
-app.add_typer(explain.app)
-app.add_typer(explain.group, name="explain")
-app.add_typer(serve.app)
-app.add_typer(classify.app)
-app.add_typer(reproduce.app, name="reproduce")
-app.add_typer(detect.app, name="detect")
-app.add_typer(export.app)
-bench.app.add_typer(bench_edge.app)
-app.add_typer(bench.app, name="bench")
-app.add_typer(doctor.app)
+for module in (demo, models, train, selfsupervised, explain, serve, classify, export, doctor):
+    app.add_typer(module.app)
+for name, group in {
+    "explain": explain.group,
+    "reproduce": reproduce.app,
+    "detect": detect.app,
+    "bench": bench.app,
+}.items():
+    app.add_typer(group, name=name)
 
 
 def _show_version(wanted: bool) -> None:
@@ -89,7 +83,9 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def root(
     context: typer.Context,
-    version: Annotated[bool, Option("--version", callback=_show_version, is_eager=True, help="Print it.")] = False,
+    version: Annotated[
+        bool, Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
 ) -> None:
     """Vision transformers without a single exp()."""
     if context.invoked_subcommand is None:

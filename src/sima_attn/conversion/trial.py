@@ -10,24 +10,19 @@ from torch import Tensor, nn
 from sima_attn.nn.eval_mode import eval_mode
 
 
-def run_once(model: nn.Module, inputs: Any) -> None:
-    """One forward in eval mode without gradients; `inputs` is a tensor, a tuple, or a dict of keyword inputs.
+def called_modules(model: nn.Module, inputs: Any, watched: Iterable[nn.Module]) -> set[nn.Module]:
+    """Those of the watched modules that are called in one forward, in eval mode without gradients.
 
-    What is compiled runs uncompiled: torch.compile would look the modules up again at its next call, and takes long.
+    `inputs` is a tensor, a tuple, or a dict of keyword inputs. What is compiled runs uncompiled: torch.compile would
+    look the modules up again at its next call, and takes long.
     """
     args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
     args = (args,) if isinstance(args, Tensor) else tuple(args)
-    with eval_mode(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        model(*args, **kwargs)
-
-
-def called_modules(model: nn.Module, inputs: Any, watched: Iterable[nn.Module]) -> set[nn.Module]:
-    """Those of the watched modules that are called in one forward."""
     called: set[nn.Module] = set()
-    with ExitStack() as hooks:
+    with ExitStack() as hooks, eval_mode(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         for module in set(watched):
             hooks.callback(module.register_forward_pre_hook(lambda module, _: called.add(module)).remove)
-        run_once(model, inputs)
+        model(*args, **kwargs)
     return called
 
 

@@ -13,10 +13,10 @@ import json
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -37,8 +37,6 @@ from sima_attn.ops.api import check_order, plan_callback
 
 if TYPE_CHECKING:
     import onnx
-
-Result = TypeVar("Result")
 
 OPSET = 20  # the first with GELU as one node; supported by current runtimes
 DYNAMIC = ("batch", "size")
@@ -122,6 +120,8 @@ def export_onnx(
     if path.suffix != ".onnx":
         raise ValueError(f"the file must end in .onnx, got {str(path)!r}")
     check_installed()
+    import onnx
+
     height, width = (input_size, input_size) if isinstance(input_size, int) else input_size
     _check_options(model, height, width, dynamic, order, preprocessing)
     if prepare is None and height == width:
@@ -155,7 +155,8 @@ def export_onnx(
     facts |= {"labels": json.dumps(list(labels))} if labels is not None else {}
     write_metadata(proto, facts)
 
-    def check(written: Path) -> ExportReport:
+    with atomic_write(path) as written:  # if a check raises, no file is left
+        onnx.save(proto, written)
         given = _checked_inputs(height, width, dynamic, preprocessing, check_images)
         parity = _parity(whole, written, given, LARGEST_ERROR_FROM_PHOTO if preprocessing else LARGEST_ERROR, name)
         found = audit(written)
@@ -171,8 +172,6 @@ def export_onnx(
             audit=found,
         )
 
-    return write_checked(proto, path, check)
-
 
 def class_names(model: nn.Module) -> list[str] | None:
     """Names of the classes in timm's configuration of a model, in words where it has them; None without."""
@@ -183,15 +182,6 @@ def class_names(model: nn.Module) -> list[str] | None:
 def check_installed() -> None:
     """Raise if a package is missing."""
     _errors.check_installed("an ONNX file", "onnx", "onnxscript", "onnxruntime", extra="onnx")
-
-
-def write_checked(proto: onnx.ModelProto, path: Path, check: Callable[[Path], Result]) -> Result:
-    """Write a graph to a temporary file, check it, and rename it to `path` only if the check does not raise."""
-    import onnx
-
-    with atomic_write(path) as temporary:
-        onnx.save(proto, temporary)
-        return check(temporary)
 
 
 def write_metadata(proto: onnx.ModelProto, facts: dict[str, str]) -> None:

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from sima_attn._files import atomic_write
 from sima_attn._version import __version__
 from sima_attn.auditing.model import audit
 from sima_attn.data.images import images_in, open_photo
-from sima_attn.export.onnx import check_installed, write_checked, write_metadata
+from sima_attn.export.onnx import check_installed, write_metadata
 from sima_attn.export.runtimes import Session, labels_in, open_model, read_metadata
 from sima_attn.models.preprocessing import Preprocessing
 from sima_attn.report.rows import cpu_name, today
@@ -174,6 +175,8 @@ def quantize_onnx(
         on_image: Called after each image of calibration and comparison.
     """
     check_installed()
+    import onnx
+
     fp32_path, int8_path = Path(fp32_path), Path(int8_path)
     if int8_path.suffix != ".onnx" or int8_path == fp32_path:
         raise ValueError(f"the int8 file must end in .onnx and differ from {fp32_path}, got {str(int8_path)!r}")
@@ -191,7 +194,8 @@ def quantize_onnx(
     proto = quantized_graph(fp32_path, batches, reduce_range=reduce_range, on_image=on_image)
     write_metadata(proto, {"precision": INT8, "calibration_images": str(len(calibration_images))})
 
-    def check(written: Path) -> QuantizeReport:
+    with atomic_write(int8_path) as written:
+        onnx.save(proto, written)
         int8 = open_model(written, threads=torch.get_num_threads())
         compared = _compare(fp32, int8, compare_images, compare_labels, on_image)
         model = fp32.metadata.get("model", fp32_path.stem)
@@ -227,8 +231,6 @@ def quantize_onnx(
             row(fp32_path, fp32_path.name, FP32, compared[0], 0, "-"),
             row(written, int8_path.name, INT8, compared[1], len(calibration_images), settings),
         )
-
-    return write_checked(proto, int8_path, check)
 
 
 def quantized_graph(

@@ -7,7 +7,6 @@ import json
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -16,24 +15,7 @@ from sima_attn._errors import check_installed, first_line, unknown_name
 PREFIX = "sima_attn."  # of our metadata keys
 
 
-class Session(Protocol):
-    """A loaded ONNX file: input -> first output.
-
-    Attributes:
-        metadata: Metadata that `export_onnx` wrote, without the prefix of the keys.
-        input_shape: Shape of the input; a str is a dynamic size.
-    """
-
-    metadata: dict[str, str]
-    input_shape: tuple[int | str, ...]
-
-    def __init__(self, path: Path, threads: int) -> None: ...
-
-    def __call__(self, images: np.ndarray) -> np.ndarray:
-        """Run the model."""
-
-
-class OnnxRuntime(Session):
+class OnnxRuntime:
     """ONNX Runtime on the CPU."""
 
     def __init__(self, path: Path, threads: int) -> None:
@@ -57,7 +39,7 @@ class OnnxRuntime(Session):
         return self.session.run(None, {self.input_name: images})[0]
 
 
-class OpenVino(Session):
+class OpenVino:
     """OpenVINO on the CPU in float32; its default is bfloat16 on processors that support it."""
 
     def __init__(self, path: Path, threads: int) -> None:
@@ -83,6 +65,8 @@ class OpenVino(Session):
         return self.request.infer({0: images})[0]
 
 
+# A loaded file: `metadata` as `export_onnx` wrote it, and `input_shape`, in which a str is a dynamic size.
+Session = OnnxRuntime | OpenVino
 RUNTIMES: dict[str, type[Session]] = {"onnxruntime": OnnxRuntime, "openvino": OpenVino}  # by the name of the package
 
 
@@ -101,8 +85,6 @@ def check_runtime(runtime: str) -> None:
 def open_model(path: str | Path, runtime: str = "onnxruntime", threads: int = 1) -> Session:
     """Load an ONNX file in a runtime."""
     check_runtime(runtime)
-    if threads < 1:
-        raise ValueError(f"threads must be at least 1, got {threads}")
     if not Path(path).is_file():
         raise FileNotFoundError(f"{path} does not exist: create it with `sima export MODEL -o {path}`")
     return RUNTIMES[runtime](Path(path), threads)

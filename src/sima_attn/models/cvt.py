@@ -329,8 +329,6 @@ class Cvt(nn.Module):
             if global_pool not in POOLS:
                 raise ValueError(f"global_pool must be one of {', '.join(map(repr, POOLS))}, got {global_pool!r}")
             self.global_pool = global_pool
-        if num_classes < 0:
-            raise ValueError(f"num_classes must be 0 (no head) or more, got {num_classes}")
         self.num_classes = num_classes
         head = nn.Linear(self.num_features, num_classes) if num_classes else nn.Identity()
         self.head = head.to(next(self.parameters()))

@@ -5,7 +5,7 @@ layers were trained with. The number may differ between modules, so a forward pa
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -65,11 +65,8 @@ def tokens_at(model: nn.Module, modules: list[Any], size: int) -> list[float]:
     def count(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         counts[module] = float(inputs[0].shape[1])
 
-    hooks = [module.register_forward_pre_hook(count) for module in modules]
-    try:
-        with eval_mode(model):
-            model(next(model.parameters()).new_zeros(1, 3, size, size))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, eval_mode(model):
+        for module in modules:
+            hooks.callback(module.register_forward_pre_hook(count).remove)
+        model(next(model.parameters()).new_zeros(1, 3, size, size))
     return [counts[module] for module in modules]
