@@ -39,27 +39,16 @@ class Variant(NamedTuple):
 
 @dataclass(frozen=True)
 class Family:
-    """A model and its SimA twins, with GELU and with ReLU.
+    """A model and its SimA twins, with GELU and with ReLU."""
 
-    Attributes:
-        twin: Name of the model they are compared with.
-        attention: Attention of the twin.
-        sima: Name of the model with SimA; the one with ReLU has the suffix `_relu`.
-        patch: Patch size in pixels.
-        sizes: Image sizes to measure.
-        takes_img_size: Whether the model is built with `img_size`.
-        twin_options: Options that make `twin` the twin, if its name is not enough.
-        weights: Whether the weights of the ReLU model come with the package.
-    """
-
-    twin: str
-    attention: str
-    sima: str
+    twin: str  # name of the model that they are compared with
+    attention: str  # of the twin
+    sima: str  # name of the model with SimA; the one with ReLU has the suffix `_relu`
     patch: int = 16
     sizes: tuple[int, ...] = (224, 512)
     takes_img_size: bool = False
-    twin_options: dict[str, Any] = field(default_factory=dict)
-    weights: bool = False
+    twin_options: dict[str, Any] = field(default_factory=dict)  # if the name of the twin is not enough
+    weights: bool = False  # those of the ReLU model come with the package
 
     @property
     def variants(self) -> dict[str, Variant]:
@@ -339,29 +328,14 @@ def peak_mib(path: Path, runtime: str) -> float:
 def edge_table(rows: Sequence[EdgeRow], threads: int) -> TextTable:
     """Milliseconds, speed relative to the twin, memory and size of each file, for one number of threads."""
     header = ["model", "px", "runtime", "type", "ms", "speed", "goal", "same type", "peak MiB", "MiB", "exp"]
-    lines: list[list[str]] = []
-    bold = set()
-    for row in rows:
-        if row.threads != threads:
-            continue
-        if row.variant.startswith("sima"):
-            bold.add(len(lines))
-        lines.append(
-            [
-                f"{row.family} {row.variant}",
-                str(row.pixels),
-                row.runtime,
-                row.precision,
-                f"{row.p50_ms:.2f}",
-                f"{row.speedup:.2f}x",
-                f"{row.goal:.2f}x" if row.goal else "-",
-                f"{row.speedup_same_precision:.2f}x",
-                f"{row.peak_mib:.0f}",
-                f"{row.file_mib:.1f}",
-                str(row.exp_like_nodes),
-            ]
-        )
-    return TextTable(header, lines, bold)
+    lines = []
+    mine = [row for row in rows if row.threads == threads]
+    for row in mine:
+        what = [f"{row.family} {row.variant}", str(row.pixels), row.runtime, row.precision]
+        goal = f"{row.goal:.2f}x" if row.goal else "-"
+        speed = [f"{row.p50_ms:.2f}", f"{row.speedup:.2f}x", goal, f"{row.speedup_same_precision:.2f}x"]
+        lines.append([*what, *speed, f"{row.peak_mib:.0f}", f"{row.file_mib:.1f}", str(row.exp_like_nodes)])
+    return TextTable(header, lines, bold={i for i, row in enumerate(mine) if row.variant.startswith("sima")})
 
 
 def edge_summary(rows: Sequence[EdgeRow]) -> TextTable:

@@ -95,7 +95,6 @@ def statistics_command(
     device: option.Device = "auto",
 ) -> None:
     """Per layer, the share of negative attention entries and of the largest channel."""
-
     check_can_plot()
     loaded = _load([model, *(compare or [])], device)
     from sima_attn.explain.effects import AttentionRow, attention_statistics
@@ -135,7 +134,6 @@ def deletion_command(
     device: option.Device = "auto",
 ) -> None:
     """Deletion test: hide the highest, lowest or random patches and measure the right class."""
-
     check_can_plot()
     layers = _layers(layer)
     (loaded,) = _load([model], device)

@@ -148,7 +148,6 @@ def linear_command(
     device: option.Device = "auto",
 ) -> None:
     """Accuracy of a linear classifier on frozen features, trained by SGD as in the paper."""
-
     from sima_attn.probe.features import LayerFeatures, load_backbone
     from sima_attn.probe.linear import train_linear
 
@@ -189,7 +188,6 @@ def extract_splits(
     **options: Any,
 ) -> "tuple[list[Source], list[Features]]":
     """The train and val images, and their features by `reader`, extracted or as they were stored."""
-
     from sima_attn.data.sources import check_same_classes, open_data
     from sima_attn.probe.features import extract, with_workers
 

@@ -13,7 +13,7 @@ from sima_attn._files import atomic_write
 from sima_attn.data.images import check_not_over, open_photo, open_photos, unique_name
 from sima_attn.explain.drawing import Tile, effect_overlay, overlay, sheet, shrink
 from sima_attn.explain.effects import effect_scores, signed_unit
-from sima_attn.explain.maps import raw_scores, spread, to_map
+from sima_attn.explain.maps import spread, to_map
 from sima_attn.explain.photo_model import PhotoModel
 from sima_attn.explain.reading import PARTS, Reading
 
@@ -110,12 +110,14 @@ class Gallery:
         return written
 
     def _write_raw(self, readings: Sequence[Reading], path: Path) -> Path:
+        """Token scores [rows, columns] by "PATH.q" and "PATH.k", neither scaled nor resized."""
         arrays: dict[str, np.ndarray] = {}
         names: list[str] = []
         for model, reading in zip(self.models, readings, strict=True):
             layers = range(len(reading.layers)) if self.layers is None else self.layers
             prefix = f"{unique_name(model.name, names)}." if len(self.models) > 1 else ""
-            arrays |= {prefix + key: value for key, value in raw_scores(reading, layers, self.of).items()}
+            for layer in (reading.layer(index) for index in layers):
+                arrays |= {f"{prefix}{layer.path}.{part}": layer.scores(part)[0].cpu().numpy() for part in self.of}
         with atomic_write(path) as temporary, open(temporary, "wb") as file:
             np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
         return path

@@ -8,7 +8,6 @@ or k itself.
 Shapes: images [1, 3, height, width]; maps [height, width].
 """
 
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -73,12 +72,3 @@ def unit_range(values: np.ndarray) -> np.ndarray:
     """Values scaled to [0, 1]; zeros if all are equal."""
     low, high = float(values.min()), float(values.max())
     return (values - low) / (high - low) if high > low else np.zeros_like(values)
-
-
-def raw_scores(reading: Reading, layers: Iterable[int], of: Iterable[str]) -> dict[str, np.ndarray]:
-    """ "PATH.q" and "PATH.k" -> token scores [rows, columns], neither scaled nor resized."""
-    return {
-        f"{layer.path}.{part}": layer.scores(part)[0].cpu().numpy()
-        for layer in (reading.layer(index) for index in layers)
-        for part in of
-    }

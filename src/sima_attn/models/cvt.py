@@ -26,13 +26,6 @@ Grid = tuple[int, int]
 POOLS = ("token", "avg", "")
 
 
-@torch.fx.wrap  # one node of a traced graph: torch.fx knows no shapes
-def check_images(images: Tensor, in_chans: int) -> None:
-    """Raise unless images are [B, in_chans, height, width]."""
-    if images.dim() != 4 or images.shape[1] != in_chans:
-        raise ValueError(f"images must have shape [batch, {in_chans}, height, width], got {tuple(images.shape)}")
-
-
 def to_map(x: Tensor, grid: Grid) -> Tensor:
     """Tokens [B, rows * columns, C] -> map [B, C, rows, columns], a view."""
     return x.transpose(1, 2).unflatten(2, grid)
@@ -265,7 +258,6 @@ class Cvt(nn.Module):
 
     def run_stages(self, x: Tensor, count: int) -> list[tuple[Tensor, Grid]]:
         """Images -> tokens [B, N, C] and grid of each of the first stages."""
-        check_images(x, self.in_chans)
         outputs = []
         for stage in self.stages[:count]:
             tokens, grid = stage(x, self.grad_checkpointing)
