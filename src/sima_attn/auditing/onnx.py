@@ -147,10 +147,7 @@ def _count_parameters(graph: onnx.GraphProto, nodes: Sequence[_Node]) -> int:
 
 def _load(path: Path) -> onnx.ModelProto:
     if path.suffix != ".onnx":
-        raise ValueError(
-            f"the file must end in .onnx, got {str(path)!r}; build a timm model with "
-            "timm.create_model(name) and pass the module"
-        )
+        raise ValueError(f"the file must end in .onnx, got {str(path)!r}; of a model pass timm.create_model(name)")
     if not path.is_file():
         raise ValueError(f"{str(path)!r} does not exist: check the path, or export the model first")
     check_installed("reading ONNX files", "onnx", extra="onnx")

@@ -40,15 +40,14 @@ class ByTheme(TyperGroup):
     """The commands under the headings of `THEMES`."""
 
     def list_commands(self, ctx):
-        """The names, theme by theme; a command without one comes last."""
-        placed = [name for names in THEMES.values() for name in names if name in self.commands]
-        return [*placed, *(name for name in self.commands if name not in placed)]
+        """The names, theme by theme."""
+        return [name for names in THEMES.values() for name in names]
 
     def get_command(self, ctx, cmd_name):
         """The command, with its theme as the panel of the help that lists it."""
         command = super().get_command(ctx, cmd_name)
         if command is not None:
-            theme = next((theme for theme, names in THEMES.items() if cmd_name in names), None)
+            theme = next(theme for theme, names in THEMES.items() if cmd_name in names)
             command.rich_help_panel = theme  # type: ignore[attr-defined]
         return command
 

@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 from typer import Option
 
-from sima_attn.cli._shared import console, print_table, progress_bar
+from sima_attn.cli._shared import console, print_table
 from sima_attn.report.figures import check_can_plot
 from sima_attn.report.rows import write_rows
 
@@ -87,24 +88,13 @@ def show_photos(out: Path) -> None:
 
 def compare_attentions(out: Path, seconds: float) -> None:
     """Compare all attentions of the registry on this machine: rows, a figure and a table."""
-    from sima_attn.bench.demo import COUNTED_TOKENS, TOKENS, run_demo
+    from sima_attn.bench.demo import COUNTED_TOKENS, run_demo
     from sima_attn.bench.figures import plot_time_against_tokens
     from sima_attn.bench.tables import demo_table
-    from sima_attn.nn import ATTENTIONS
 
     check_can_plot()
-    with progress_bar() as progress:
-        task = progress.add_task("starting", total=len(ATTENTIONS) + len(TOKENS))
-        done = -1
-
-        def step(what: str) -> None:
-            nonlocal done
-            done += 1
-            progress.update(task, completed=done, description=what)
-
-        rows = run_demo(seconds=seconds, on_step=step)
-        step("done")
-
+    with Console(stderr=True).status("starting") as status:
+        rows = run_demo(seconds=seconds, on_step=status.update)
     write_rows(out / "rows.csv", rows)
     figure = out / "time_against_tokens.png"
     plot_time_against_tokens(rows, figure)

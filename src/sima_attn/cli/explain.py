@@ -47,7 +47,7 @@ def heatmap_command(
 ) -> None:
     """Draw heat maps: the norms of the queries and keys over the photo."""
     layers = _layers(layer)
-    loaded = _load([model, *(compare or [])], device)
+    loaded = load_models([model, *(compare or [])], device)
     from sima_attn.explain.gallery import Gallery
 
     gallery = Gallery(loaded, layers, of or ("q", "k"), size, opacity, cell)
@@ -78,7 +78,7 @@ def effect_command(
 ) -> None:
     """Draw the contribution of every patch to one patch: red is positive, blue is negative."""
     place = _patch(patch)
-    loaded = _load([model, *(compare or [])], device)
+    loaded = load_models([model, *(compare or [])], device)
     from sima_attn.explain.gallery import write_effect
 
     target = out or Path("runs/heatmaps") / f"{photo.stem}_effect.png"
@@ -96,7 +96,7 @@ def statistics_command(
 ) -> None:
     """Per layer, the share of negative attention entries and of the largest channel."""
     check_can_plot()
-    loaded = _load([model, *(compare or [])], device)
+    loaded = load_models([model, *(compare or [])], device)
     from sima_attn.explain.effects import AttentionRow, attention_statistics
     from sima_attn.explain.figures import plot_statistics
 
@@ -136,7 +136,7 @@ def deletion_command(
     """Deletion test: hide the highest, lowest or random patches and measure the right class."""
     check_can_plot()
     layers = _layers(layer)
-    (loaded,) = _load([model], device)
+    (loaded,) = load_models([model], device)
     from sima_attn.explain.deletion import deletion_test, validation_batches
     from sima_attn.explain.figures import plot_deletion
     from sima_attn.explain.reading import PARTS, read_attention
@@ -171,7 +171,7 @@ def deletion_command(
     _say_written([out / "deletion.csv", out / "deletion.png"])
 
 
-def _load(models: list[str | None], device: str) -> list["PhotoModel"]:
+def load_models(models: list[str | None], device: str) -> list["PhotoModel"]:
     """Load the models by name, run or file; warns about a model without trained weights."""
     with Console(stderr=True).status("loading"):
         from sima_attn.explain.photo_model import UNTRAINED, load_photo_model

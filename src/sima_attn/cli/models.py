@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 from typer import Argument, Option
 
-from sima_attn.cli._shared import console, print_table, progress_bar
+from sima_attn.cli._shared import console, print_table
 from sima_attn.report.rows import write_rows
 
 app = typer.Typer()
@@ -18,14 +18,10 @@ def models_command(
     out: Annotated[Path | None, Option(help="CSV file for the counts.", dir_okay=False)] = None,
 ) -> None:
     """Print Table 1 of the paper: our models, counted exactly, beside what the paper prints."""
-    with progress_bar() as progress:
-        task = progress.add_task("importing", total=None)
-        from sima_attn.reproduce.paper_models import TABLE_1
+    with Console(stderr=True).status("importing") as status:
         from sima_attn.reproduce.table_1 import count_models, table_1
 
-        progress.update(task, total=len(TABLE_1), completed=-1)
-        rows = count_models(on_step=lambda name: progress.update(task, advance=1, description=name))
-        progress.update(task, advance=1)
+        rows = count_models(on_step=status.update)
     if out is not None:
         write_rows(out, rows)
     print_table(

@@ -11,6 +11,7 @@ from sima_attn._devices import resolve_device
 from sima_attn._errors import check_installed
 from sima_attn.cli import _options as option
 from sima_attn.cli._shared import note, teller
+from sima_attn.cli.explain import load_models
 
 app = typer.Typer()
 
@@ -31,16 +32,11 @@ def serve_command(
 ) -> None:
     """Serve a web page that classifies photos and shows attention maps."""
     check_installed("the page", "fastapi", "uvicorn", extra="serve")
-    with Console(stderr=True).status("loading"):
-        from sima_attn.explain.photo_model import UNTRAINED, load_photo_model
-        from sima_attn.serve.limits import Limits
-        from sima_attn.serve.run import serve
+    (loaded,) = load_models([model], device)
+    from sima_attn.serve.limits import Limits
+    from sima_attn.serve.run import serve
 
-        device = resolve_device(device)
-        loaded = load_photo_model(model, device=device)
-    teller(Console(stderr=True))(f"{loaded.name}, {loaded.size} px, {device}")
-    if not loaded.trained:
-        note(f"{loaded.name} {UNTRAINED}")
+    teller(Console(stderr=True))(f"{loaded.name}, {loaded.size} px, {resolve_device(device)}")
     if host not in ("127.0.0.1", "::1", "localhost"):
         note(f"{host} can be reached from other machines")
     limits = Limits(queue=queue, seconds=timeout)

@@ -28,10 +28,8 @@ def effect_scores(layer: Layer, patch: tuple[int, int]) -> Tensor:
     rows, columns = layer.q_grid
     row, column = patch
     if not (0 <= row < rows and 0 <= column < columns):
-        raise ValueError(
-            f"{layer.path} has {rows} x {columns} patches: a patch is (row, column) from (0, 0) to "
-            f"({rows - 1}, {columns - 1}), got {tuple(patch)}"
-        )
+        last = (rows - 1, columns - 1)
+        raise ValueError(f"a patch of {layer.path} is (row, column) from (0, 0) to {last}, got {tuple(patch)}")
     prefix = layer.q.shape[2] - rows * columns
     keys = layer.k_grid[0] * layer.k_grid[1]
     weights = layer.matrix()[0, :, prefix + row * columns + column].mean(0)  # [M]

@@ -128,7 +128,7 @@ def export_onnx(
         prepare = Preprocessing.of_model(model, height)
     if preprocessing and prepare is None:
         raise ValueError(
-            f"{type(model).__name__} has no configuration of its image normalization: pass prepare=Preprocessing(...)"
+            f"{type(model).__name__} does not say how images are normalized: pass prepare=Preprocessing(...)"
         )
     labels = labels or class_names(model)
 

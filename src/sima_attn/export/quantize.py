@@ -181,10 +181,8 @@ def quantize_onnx(
     if int8_path.suffix != ".onnx" or int8_path == fp32_path:
         raise ValueError(f"the int8 file must end in .onnx and differ from {fp32_path}, got {str(int8_path)!r}")
     if len(calibration_images) < MIN_IMAGES:
-        raise ValueError(
-            f"{len(calibration_images)} calibration images are too few for the ranges of the activations: use "
-            f"at least {MIN_IMAGES}, better a few hundred"
-        )
+        count = len(calibration_images)
+        raise ValueError(f"{count} calibration images are too few: use at least {MIN_IMAGES}, better a few hundred")
     if compare_labels is not None and len(compare_labels) != len(compare_images):
         raise ValueError(f"got {len(compare_labels)} labels for {len(compare_images)} images")
     fp32 = open_model(fp32_path, threads=torch.get_num_threads())

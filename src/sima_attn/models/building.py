@@ -62,10 +62,7 @@ def build_model(settings: ModelSettings, num_classes: int) -> nn.Module:
 def create_model(settings: ModelSettings, num_classes: int) -> nn.Module:
     """The model as timm creates it; models of other packages still have their own attention."""
     if settings.num_classes not in (None, num_classes):
-        raise ValueError(
-            f"the data have {num_classes} classes, model.num_classes is {settings.num_classes}; "
-            "leave it at none to use the data's"
-        )
+        raise ValueError(f"the data have {num_classes} classes, model.num_classes is {settings.num_classes}: omit it")
     check_name(settings.name)
     kwargs: dict[str, Any] = {**settings.kwargs, "num_classes": num_classes}
     if settings.drop_path:

@@ -389,9 +389,7 @@ def from_transformers_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, 
         else:
             ours[f"{name.format(*re.findall(r'[0-9]+', module))}.{leaf}"] = value
     if unknown:
-        raise ValueError(
-            f"not a state dict of transformers' CvtForImageClassification; unknown keys: {', '.join(unknown)}"
-        )
+        raise ValueError(f"not the weights of CvtForImageClassification; unknown keys: {', '.join(unknown)}")
     return ours
 
 
