@@ -22,7 +22,7 @@ Workers = Annotated[int | None, Option(help="Worker processes that decode images
 RunFolder = Annotated[Path | None, Option(help="Folder of the run.", show_default="runs/RECIPE")]
 Settings = Annotated[
     list[str] | None,
-    Option("--set", metavar="NAME=VALUE", help="A setting of the recipe, e.g. model.attention=softmax."),
+    Option("--set", metavar="NAME=VALUE", help="A setting of the recipe, e.g. schedule.epochs=10."),
 ]
 Resume = Annotated[bool, Option("--resume", help="Resume the run in the folder.")]
 Precision = Annotated[str | None, Option(help="fp32, bf16 or fp16. Default: the recipe's.")]

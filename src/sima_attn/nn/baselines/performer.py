@@ -35,7 +35,7 @@ class PerformerAttention(Attention):
     def __init__(self, dim: int, num_heads: int = 8, *args, num_features: int | None = None, **kwargs) -> None:
         super().__init__(dim, num_heads, *args, **kwargs)
         D = self.head_dim
-        self.num_features = num_features or max(1, int(D * math.log(D)))
+        self.num_features = max(1, int(D * math.log(D))) if num_features is None else num_features
         self.directions: Tensor
         self.register_buffer("directions", torch.empty(self.num_features, D, device=self.proj.weight.device))
         self.redraw()
