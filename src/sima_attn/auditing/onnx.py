@@ -349,8 +349,7 @@ def _macs(node: _Node) -> int | None:
 
 
 def _attention_macs(node: _Node) -> int | None:
-    sizes = _attention_sizes(node)
-    if sizes is None:
+    if (sizes := _attention_sizes(node)) is None:
         return None
     B, H, N, M, D, Dv = sizes
     macs = B * H * N * M * (D + Dv)

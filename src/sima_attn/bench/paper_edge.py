@@ -150,17 +150,11 @@ def _bench_edge_case(case: EdgeCase, runs: int, threads: int) -> list[PaperEdgeR
 def paper_edge_table(rows: Sequence[PaperEdgeRow]) -> TextTable:
     """Milliseconds of one case on this processor and, marked "paper", on its three devices."""
     header = ["attention", "order", "mean ms", "speed", "goal", *(f"paper: {name}" for name in PAPER_DEVICES)]
-    lines = [
-        [
-            row.attention,
-            row.order,
-            f"{row.mean_ms:.3f}",
-            f"{row.speedup:.2f}x",
-            f"{row.goal:g}x" if row.goal else "-",
-            *(f"{ms:g}" if ms else "-" for ms in (row.paper_nano_ms, row.paper_m1_ms, row.paper_rpi4_ms)),
-        ]
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        ours = [f"{row.mean_ms:.3f}", f"{row.speedup:.2f}x", f"{row.goal:g}x" if row.goal else "-"]
+        paper = [f"{ms:g}" if ms else "-" for ms in (row.paper_nano_ms, row.paper_m1_ms, row.paper_rpi4_ms)]
+        lines.append([row.attention, row.order, *ours, *paper])
     return TextTable(header, lines, {i for i, row in enumerate(rows) if row.attention.startswith("SimA")})
 
 
