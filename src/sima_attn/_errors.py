@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
+from importlib.util import find_spec
 
 MOST_LISTED = 100
 
@@ -13,3 +14,15 @@ def unknown_name(kind: str, given: object, known: Iterable[str]) -> ValueError:
     listed = f"; known: {', '.join(known)}" if few else ""
     near = " or ".join(map(repr, difflib.get_close_matches(str(given), known, n=1 if few else 3)))
     return ValueError(f"unknown {kind} {given!r}{listed}" + (f"; did you mean {near}?" if near else ""))
+
+
+def check_installed(what: str, *packages: str, extra: str) -> None:
+    """Raise if a package that something needs is missing; the message names the extra that installs it."""
+    missing = ", ".join(name for name in packages if find_spec(name) is None)
+    if missing:
+        raise ValueError(f"{what} needs {missing}, which is not installed: pip install 'sima-attn[{extra}]'")
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message; its class if there is no message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

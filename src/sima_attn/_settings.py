@@ -9,14 +9,13 @@ A field declares its limit in its type:
 `check` holds every value to its limit. Relations between fields belong to a method `check_relations` of the dataclass.
 """
 
-from __future__ import annotations
-
 import contextlib
+import json
 import math
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, Field, asdict, fields, is_dataclass, replace
+from dataclasses import MISSING, asdict, fields, is_dataclass, replace
 from typing import Annotated, Any, NamedTuple, TypeVar, Union
 
 from sima_attn._errors import unknown_name
@@ -184,13 +183,7 @@ def differences(old: Any, new: Any) -> list[str]:
 
 def to_dict(recipe: Any) -> dict[str, Any]:
     """Convert to nested dictionaries and lists."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {name: plain(v) for name, v in value.items()}
-        return [plain(v) for v in value] if isinstance(value, tuple | list) else value
-
-    return plain(asdict(recipe))
+    return json.loads(json.dumps(asdict(recipe)))  # tuples become lists
 
 
 def from_dict(kind: type[T], values: Mapping[str, Any]) -> T:
@@ -201,7 +194,8 @@ def from_dict(kind: type[T], values: Mapping[str, Any]) -> T:
     unknown = set(values) - set(kinds)
     if unknown:
         raise unknown_name(f"setting of {kind.__name__}", min(map(str, unknown)), kinds)
-    missing = [field.name for field in fields(kind) if _is_required(field) and field.name not in values]  # type: ignore[arg-type]
+    required = [f for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]  # type: ignore[arg-type]
+    missing = [field.name for field in required if field.name not in values]
     if missing:
         raise ValueError(f"{kind.__name__} lacks {', '.join(missing)}")
     filled = {}
@@ -214,10 +208,6 @@ def from_dict(kind: type[T], values: Mapping[str, Any]) -> T:
             wanted = getattr(kinds[name], "__name__", str(kinds[name]))
             raise ValueError(f"{kind.__name__}.{name} must be of type {wanted}, got {value!r}")
     return kind(**filled)
-
-
-def _is_required(setting: Field[Any]) -> bool:
-    return setting.default is MISSING and setting.default_factory is MISSING
 
 
 def _has_type(value: Any, kind: Any) -> bool:

@@ -10,7 +10,7 @@ from sima_attn import cli
 from sima_attn.explain import photo_model as photo_model_module
 from sima_attn.explain.drawing import EFFECT, HEAT, Tile, colour, overlay, sheet
 from sima_attn.explain.effects import AttentionRow
-from sima_attn.explain.gallery import Gallery, _rows_by_depth
+from sima_attn.explain.gallery import _rows_by_depth
 from sima_attn.report.rows import read_rows
 
 runner = CliRunner()
@@ -75,8 +75,6 @@ def test_the_size_of_the_pictures_is_that_of_the_cell(photos, tmp_path):
     for name, ratio in (("square.png", 2.5), ("contact_sheet.png", 2.5)):
         small, large = (Image.open(tmp_path / cell / name).width for cell in ("100", "300"))
         assert ratio < large / small < 3
-    with pytest.raises(ValueError, match="cell must be at least 80 px"):
-        Gallery([], cell=20)
 
 
 def test_photos_of_the_same_name_do_not_overwrite_each_other(photos, tmp_path):
@@ -143,7 +141,7 @@ def test_effect_and_statistics(photos, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--layer", "last"], "expected a whole number, got 'last'"),
+        (["--layer", "last"], "--layer is a whole number or all, got 'last'"),
         (["--layer", "7"], "layer must be from -3 to 2, got 7"),
         (["--of", "v"], "of must be 'q'"),
         (["--size", "4"], "size must be 8 px or more"),
@@ -171,8 +169,6 @@ def test_colours_are_the_ends_and_the_middle_of_the_ramp():
     assert np.array_equal(colour(np.array([0.5]), EFFECT)[0], EFFECT[1])
     photo = Image.new("RGB", (4, 3), (9, 9, 9))
     assert np.array_equal(np.asarray(overlay(photo, np.zeros((3, 4)), opacity=0.0)), np.asarray(photo))
-    with pytest.raises(ValueError, match=r"the map is .*, the photo"):
-        overlay(photo, np.zeros((4, 3)))
 
 
 def test_a_sheet_holds_every_picture_whole():
@@ -182,10 +178,3 @@ def test_a_sheet_holds_every_picture_whole():
     is_red = (page[..., 0] > 200) & (page[..., 1] < 50)
     assert is_red.sum() == 2 * 100 * 50
     assert ((page[..., 2] > 200) & (page[..., 1] < 50)).sum() == 25 * 100
-    with pytest.raises(ValueError, match="at least one picture"):
-        sheet([])
-
-
-def test_a_gallery_checks_what_it_is_asked_for():
-    with pytest.raises(ValueError, match="opacity must be from 0 to 1, got 2"):
-        Gallery([], opacity=2)

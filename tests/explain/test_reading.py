@@ -6,9 +6,10 @@ from small_models import MODELS, build, cvt, deit, image, timm_vit
 from torch import nn
 
 from closeness import assert_close
+from sima_attn import convert
 from sima_attn.explain import read_attention
 from sima_attn.nn.attention import Attention
-from sima_attn.ops.reference import normalize_tokens
+from sima_attn.ops.reference import normalize_tokens, sima_matrix_reference
 
 FLOAT32 = 1e-5
 
@@ -69,6 +70,9 @@ def test_torchvisions_and_transformers_models_can_be_read():
     assert reading.output.shape == (1, 2)
     with pytest.raises(ValueError, match="whose attention matrix is unknown"):
         reading.layers[0].matrix()
+    convert(model, token_ref=34.0)  # with 17 tokens, the output is halved
+    layer = read_attention(model, image(32, 32)).layers[0]
+    assert_close(layer.matrix(), 0.5 * sima_matrix_reference(layer.q, layer.k), FLOAT32)
 
 
 def test_sima_is_normalised_over_all_tokens_and_softmax_is_not():

@@ -263,7 +263,7 @@ def test_other_errors_are_said_too(tmp_path):
         export_onnx(nn.Flatten(), tmp_path / "m.onnx", input_size=SIZE, order="kv")
     with pytest.raises(ValueError, match="cannot run on"):
         export_onnx(nn.Linear(3, 3), tmp_path / "m.onnx", input_size=SIZE)
-    with pytest.raises(ValueError, match="no configuration of its image normalization"):
+    with pytest.raises(ValueError, match="does not say how images are normalized"):
         export_onnx(nn.Flatten(), tmp_path / "m.onnx", input_size=SIZE, preprocessing=True)
 
     class Branches(nn.Module):

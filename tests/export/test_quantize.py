@@ -248,7 +248,7 @@ def test_images_come_from_a_data_folder_as_the_file_takes_them(fp32, tmp_path):
 
 def test_wrong_inputs_are_said_and_leave_no_file(fp32, int8, tmp_path):
     out = tmp_path / "m.onnx"
-    with pytest.raises(ValueError, match=r"31 calibration images are too few .* at least 32"):
+    with pytest.raises(ValueError, match=r"31 calibration images are too few: use at least 32"):
         quantize_onnx(fp32, out, random_images(31))
     with pytest.raises(ValueError, match="is already in int8"):
         quantize_onnx(int8[0], out, random_images(32))
@@ -264,9 +264,7 @@ def test_wrong_inputs_are_said_and_leave_no_file(fp32, int8, tmp_path):
         quantize_onnx(tmp_path / "none.onnx", out, random_images(32))
     with pytest.raises(ValueError, match="no preprocessing metadata"):
         open_images(tmp_path, {})
-    with pytest.raises(
-        FileNotFoundError, match=r"has no val images: .*, nor val-\*\.tar, nor image files in it \(\.jpg"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"has no val images: .*, nor val-\*\.tar"):
         open_images(tmp_path, metadata_of(fp32))
     with pytest.raises(FileNotFoundError, match="none does not exist; set it with --data"):
         open_images(tmp_path / "none", metadata_of(fp32))

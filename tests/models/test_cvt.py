@@ -357,12 +357,9 @@ def test_timm_groups_the_parameters_by_depth_and_decays_no_class_token():
     ("wrong", "message"),
     [
         ({"global_pool": "max"}, "global_pool must be one of 'token', 'avg', '', got 'max'"),
-        ({"num_classes": -1}, "num_classes must be 0"),
         ({"depths": (1, 2)}, r"depths must have one entry for each of the 3 embed_dims, got \(1, 2\)"),
         ({"strides": (4, 2, 2, 2)}, "strides must have one entry for each of the 3"),
         ({"attention_options": [{}]}, "attention_options must have one entry for each of the 3"),
-        ({"depths": (1, 0, 1)}, "at least one block per stage"),
-        ({"kv_stride": 0}, "a kv_stride of at least 1, got .*kv_stride=0"),
         ({"num_heads": (1, 3, 4)}, "num_heads must divide dim=16, got 3"),
     ],
 )
@@ -371,9 +368,6 @@ def test_wrong_arguments_are_named(wrong, message):
         Cvt(**{**TINY, **wrong})
 
 
-@pytest.mark.parametrize("shape", [(3, 32, 32), (2, 1, 32, 32)])
-def test_images_of_another_shape_are_named(shape):
-    with pytest.raises(ValueError, match=r"images must have shape \[batch, 3, height, width\]"):
-        tiny()(torch.zeros(shape, dtype=torch.float64))
+def test_an_unknown_format_of_the_intermediates_is_named():
     with pytest.raises(ValueError, match="output_fmt must be 'NCHW' or 'NLC', got 'NHWC'"):
         tiny().forward_intermediates(images(), output_fmt="NHWC")

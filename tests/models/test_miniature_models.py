@@ -137,7 +137,6 @@ def test_a_bias_of_q_and_k_makes_the_first_attention_a_mean():
     ("name", "options", "message"),
     [
         (VIT, {"local_mixer": True, "class_token": True}, "needs all tokens on a grid"),
-        (VIT, {"qk_init": 0}, "qk_init must be above 0, got 0"),
         (VIT, {"qk_bias": 1.0, "qkv_bias": False}, "qk_bias=1.0 needs qkv_bias=True"),
         (VIT, {"relu": True, "act_layer": torch.nn.SiLU}, "contradict each other"),
         (XCIT, {"relu": True, "act_layer": torch.nn.SiLU}, "contradict each other"),

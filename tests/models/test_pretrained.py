@@ -171,14 +171,14 @@ def untrained_run(folder, recipe, name="sima_vit_mini_patch4_64", *, attention="
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"attention": "softmax"}, r"model\.attention=softmax\."),
-        ({"relu": True, "qk_init": 2.0}, r"model\.kwargs\.relu=True\."),  # where q and k start is no part of the model
-        ({"depth": 2, "num_heads": 3}, r"model\.kwargs\.depth=2\."),
+        ({"attention": "softmax"}, "attention=softmax"),
+        ({"relu": True}, "relu=True"),
+        ({"depth": 2, "num_heads": 3}, "depth=2, num_heads=3"),
     ],
 )
 def test_a_run_whose_model_is_not_the_one_of_the_name_is_not_shipped(run, weights, tmp_path, settings, named):
     untrained_run(tmp_path / "run", run[1], **settings)
-    with pytest.raises(ValueError, match=rf"not sima_vit_mini_patch4_64 as pretrained=True builds it.*own: {named}"):
+    with pytest.raises(ValueError, match=rf"not sima_vit_mini_patch4_64 as pretrained=True builds it.*{named}\."):
         sima("ship", tmp_path / "run")
     assert not weights.exists()
 
@@ -187,7 +187,7 @@ def test_a_run_is_shipped_under_the_name_that_has_its_settings(run, weights, tmp
     untrained_run(tmp_path / "run", run[1], relu=True)
     sima("ship", tmp_path / "run", "sima_vit_mini_patch4_64_relu", "--device", "auto")
     assert (weights / "sima_vit_mini_patch4_64_relu.safetensors").is_file()
-    with pytest.raises(ValueError, match=r"own: model\.name=sima_vit_mini_patch4_64, model\.kwargs\.relu=True\."):
+    with pytest.raises(ValueError, match=r"The run has name=sima_vit_mini_patch4_64, attention=sima, relu=True\."):
         sima("ship", tmp_path / "run", "sima_vit_mini_patch4_64_1head")
     for unknown in ("foo", "vit_tiny_patch16_224"):  # timm knows the second, but its weights are not looked for here
         with pytest.raises(ValueError, match=f"unknown model of this package '{unknown}'; known: sima_cvt_13"):
@@ -267,11 +267,6 @@ def test_half_precision_keeps_vectors_and_refuses_what_overflows():
         in_half({"matrix": torch.full((2, 2), 1e6)})
 
 
-def test_a_foreign_file_has_no_card(run, tmp_path):
-    with pytest.raises(ValueError, match="has no epochs, top1, terms in its metadata"):
-        read_card(run[0] / "run" / "weights.safetensors")
-
-
 @pytest.fixture
 def photos(tmp_path):
     folder = tmp_path / "photos"
@@ -339,8 +334,6 @@ def test_classify_and_ship_know_the_devices_of_the_other_commands(run, photos):
 def test_classify_with_random_weights_is_an_error(photos, weights):
     with pytest.raises(ValueError, match=r"sima_xcit_mini_p4_64 has no trained weights: train a model"):
         sima("classify", photos, "--model", "sima_xcit_mini_p4_64")
-    with pytest.raises(ValueError, match="no weights come with this version of the package: train"):
-        sima("classify", photos)
 
 
 def test_the_files_in_the_package_are_those_of_registered_models():

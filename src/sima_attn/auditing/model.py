@@ -5,8 +5,6 @@ whose exponent is computed.
 The paper counts exp() in attention only; the audit counts the whole network and tells the two parts apart.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Set
@@ -22,7 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from sima_attn._errors import first_line
 from sima_attn.auditing.report import AuditReport, ExpCall, show_shapes
+from sima_attn.nn.eval_mode import eval_mode
 from sima_attn.ops.exp_counter import ExpCounter
 
 InputSize = int | tuple[int, int, int] | Tensor | tuple[Tensor, ...]
@@ -62,7 +62,7 @@ def audit(model: nn.Module | str | Path, input_size: InputSize | None = None) ->
     if isinstance(model, str | Path):
         from sima_attn.auditing.onnx import audit_onnx  # needs the report above
 
-        return audit_onnx(Path(model), None if input_size is None else input_shapes(input_size))
+        return audit_onnx(Path(model), None if input_size is None else _shapes(example_inputs(input_size)))
     raise ValueError(f"audit takes a torch module or the path of an .onnx file, got {type(model).__name__}")
 
 
@@ -121,54 +121,57 @@ class Parts:
         return [path for path in ran if path in self.attentions | busy and busy.isdisjoint(_parents(path))]
 
 
-def input_shapes(input_size: InputSize) -> tuple[tuple[int, ...], ...]:
-    """Shape of every input, batch included, for any form of `input_size`."""
-    if isinstance(input_size, Tensor):
-        return (tuple(input_size.shape),)
-    if isinstance(input_size, tuple | list) and input_size:
-        if all(isinstance(part, Tensor) for part in input_size):
-            return tuple(tuple(part.shape) for part in input_size if isinstance(part, Tensor))
-        if len(input_size) == 3 and all(_is_size(part) for part in input_size):
-            return ((1, *(int(part) for part in input_size)),)
-    if _is_size(input_size):
-        return ((1, 3, int(input_size), int(input_size)),)  # type: ignore[arg-type]
-    raise ValueError(
-        f"input_size must be an image side such as 224, (channels, height, width), a tensor, or a tuple of "
-        f"tensors, got {input_size!r}"
-    )
+def example_inputs(input_size: Any, like: Tensor | None = None) -> tuple[Tensor, ...]:
+    """The inputs for any form of `input_size`: the tensors given, or a random image with the dtype of `like`."""
+    parts = tuple(input_size) if isinstance(input_size, tuple | list) else (input_size,)
+    if parts and all(isinstance(part, Tensor) for part in parts):
+        return tuple(part.detach() for part in parts)
+    shape = (3, *parts, *parts) if len(parts) == 1 else parts
+    if len(shape) != 3 or not all(type(side) is int and side > 0 for side in shape):
+        raise ValueError(
+            "input_size must be an image side such as 224, (channels, height, width), a tensor, or a tuple of "
+            f"tensors, got {input_size!r}"
+        )
+    image = torch.rand(1, *shape, generator=torch.Generator().manual_seed(0))
+    return (image if like is None else image.to(like),)
+
+
+def _shapes(inputs: Iterable[Tensor]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(tensor.shape) for tensor in inputs)
+
+
+@contextmanager
+def followed(model: nn.Module) -> Iterator[tuple[list[str], dict[str, None]]]:
+    """Paths of the modules whose forward runs, the innermost last, and of all that ran; no hook stays behind."""
+    running, ran = [""], dict[str, None]()
+    with ExitStack() as hooks:
+        for path, module in model.named_modules():
+
+            def enter(_module: nn.Module, _args: Any, path: str = path) -> None:
+                running.append(path)
+                ran[path] = None
+
+            def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
+                running.pop()
+
+            hooks.callback(module.register_forward_pre_hook(enter).remove)
+            # A model may catch what a part of it raises: then the part has ended too.
+            hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
+        yield running, ran
 
 
 class _ExpByModule(ExpCounter):
-    """Counts by the path of the module that runs, which the hooks of `watch` follow."""
+    """Counts by the path of the module that runs, as `followed` says."""
 
-    def __init__(self) -> None:
+    def __init__(self, running: list[str]) -> None:
         super().__init__()
-        self.running = [""]
+        self.running = running
         self.by_module: Counter[tuple[str, str]] = Counter()  # keeps the order of the first calls
-        self.entered: dict[str, None] = {}
 
     def add(self, name: str, count: int) -> None:
         super().add(name, count)
         kind = "softmax" if name == "safe_softmax" else name  # torch's own name inside plain-product attention
         self.by_module[self.running[-1], kind] += count
-
-    @contextmanager
-    def watch(self, model: nn.Module) -> Iterator[None]:
-        """Follow the forward through the modules of `model`; no hook stays behind."""
-        with ExitStack() as hooks:
-            for path, module in model.named_modules():
-
-                def enter(_module: nn.Module, _args: Any, path: str = path) -> None:
-                    self.running.append(path)
-                    self.entered[path] = None
-
-                def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
-                    self.running.pop()
-
-                hooks.callback(module.register_forward_pre_hook(enter).remove)
-                # A model may catch what a part of it raises: then the part has ended too.
-                hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
-            yield
 
 
 class _LiveBytes(TorchDispatchMode):
@@ -205,23 +208,21 @@ def _audit_module(model: nn.Module, input_size: InputSize) -> AuditReport:
     name = type(model).__name__
     if isinstance(model, torch.jit.ScriptModule):
         raise ValueError(f"{name} is a TorchScript module, whose parts cannot be followed: audit the module it is from")
-    shapes = input_shapes(input_size)
-    inputs = _example_inputs(model, input_size)
-    exps = _ExpByModule()
+    inputs = example_inputs(input_size, next((p for p in model.parameters() if p.is_floating_point()), None))
+    shapes = _shapes(inputs)
     flops = FlopCounterMode(display=False)
     try:
         with _as_in_inference(model):
             # Older torch has no FLOP formula for the fused CPU attention, so here it runs as plain products.
-            with exps.watch(model), sdpa_kernel(SDPBackend.MATH), flops, exps:
+            with followed(model) as (running, ran), sdpa_kernel(SDPBackend.MATH), flops, _ExpByModule(running) as exps:
                 model(*inputs)
             memory = _LiveBytes([*model.parameters(), *model.buffers(), *inputs])
             with memory:
                 model(*inputs)
     except Exception as error:
-        reason = (str(error).splitlines() or [""])[0]
         raise ValueError(
-            f"{name} cannot run on an input of {show_shapes(shapes)} ({type(error).__name__}: {reason}); pass the "
-            "input_size it was built for: an image side, (channels, height, width), or example tensors"
+            f"{name} cannot run on an input of {show_shapes(shapes)} ({type(error).__name__}: {first_line(error)}); "
+            "pass the input_size it was built for: an image side, (channels, height, width), or example tensors"
         ) from error
 
     modules = dict(model.named_modules())
@@ -237,9 +238,11 @@ def _audit_module(model: nn.Module, input_size: InputSize) -> AuditReport:
             ExpCall(path, kind, count, in_attention=parts.attention_of(path, kind) is not None)
             for (path, kind), count in exps.by_module.items()
         ),
-        in_paper=_distinct(
-            in_paper(type(modules[path]), evaluates_exp=path in with_exps)
-            for path in parts.distinct(exps.entered, with_exps)
+        in_paper=tuple(
+            dict.fromkeys(
+                in_paper(type(modules[path]), evaluates_exp=path in with_exps)
+                for path in parts.distinct(ran, with_exps)
+            )
         ),
     )
 
@@ -261,34 +264,20 @@ def full_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _example_inputs(model: nn.Module, input_size: InputSize) -> tuple[Tensor, ...]:
-    if isinstance(input_size, Tensor):
-        return (input_size.detach(),)
-    if isinstance(input_size, tuple | list) and isinstance(input_size[0], Tensor):
-        return tuple(tensor.detach() for tensor in input_size if isinstance(tensor, Tensor))
-    image = torch.rand(input_shapes(input_size)[0], generator=torch.Generator().manual_seed(0))
-    like = next((p for p in model.parameters() if p.is_floating_point()), None)
-    return (image if like is None else image.to(like),)
-
-
 @contextmanager
 def _as_in_inference(model: nn.Module) -> Iterator[None]:
     """Eval mode without autograd; torch's one-kernel encoder layer, which hides its parts, is off."""
-    modes = {module: module.training for module in model.modules()}
     # torch's FLOP counter fails on a parameter that is the input of a module and asks for a gradient.
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     fastpath = torch.backends.mha.get_fastpath_enabled()
     try:
         torch.backends.mha.set_fastpath_enabled(False)
-        model.eval()
         for parameter in trained:
             parameter.requires_grad_(False)
-        with torch.no_grad():
+        with eval_mode(model), torch.no_grad():
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fastpath)
-        for module, training in modes.items():
-            module.training = training
         for parameter in trained:
             parameter.requires_grad_()
 
@@ -316,11 +305,3 @@ def _parents(path: str) -> list[str]:
         return []
     words = path.split(".")
     return [".".join(words[:n]) for n in range(len(words) - 1, -1, -1)]
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def _distinct(items: Iterable[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(items))

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sima_attn._errors import check_installed
 from sima_attn.auditing.model import Parts, in_paper
 from sima_attn.auditing.report import AuditReport, ExpCall, Shape, show_shapes
 
@@ -48,19 +49,8 @@ EXP_FREE = frozenset(
     """.split()
 )
 EXP_FREE_ACTIVATIONS = ("", "Relu", "LeakyRelu", "ThresholdedRelu", "HardSigmoid", "HardSwish", "Clip")
-# operation -> positions of the two factors among its inputs
-PRODUCTS = {
-    **dict.fromkeys(("MatMul", "FusedMatMul", "MatMulInteger", "DynamicQuantizeMatMul"), (0, 1)),
-    **dict.fromkeys(("Gemm", "FusedGemm", "Conv", "FusedConv", "ConvInteger", "ConvTranspose"), (0, 1)),
-    **dict.fromkeys(("QLinearMatMul", "QLinearConv", "QGemm"), (0, 3)),
-}
-# operation -> positions of scales and zero points among its inputs; they do not count as parameters
-SCALES = {
-    **dict.fromkeys(("QuantizeLinear", "DequantizeLinear"), (1, 2)),
-    **dict.fromkeys(("QLinearMatMul", "QLinearConv"), (1, 2, 4, 5, 6, 7)),
-    "QGemm": (1, 2, 4, 5, 7, 8),
-    **dict.fromkeys(("MatMulInteger", "ConvInteger", "DynamicQuantizeMatMul"), (2, 3)),
-}
+# Products of the first two inputs; the MACs of others are unknown.
+PRODUCTS = ("MatMul", "FusedMatMul", "Gemm", "FusedGemm", "Conv", "FusedConv", "ConvTranspose")
 PRODUCT_WORDS = ("matmul", "gemm", "conv", "attention", "einsum", "lstm", "gru", "rnn")
 
 
@@ -126,7 +116,8 @@ def audit_onnx(path: Path, inputs: Sequence[Sizes] | None = None) -> AuditReport
             continue
         scopes = list(node.scopes())
         attention = parts.attention_of(scopes[-1], kind) if scopes else None
-        unnamed = not scopes and _looks_like_attention(node)
+        is_softmax = "softmax" in node.proto.op_type.lower() and node.feeds_product
+        unnamed = not scopes and (is_softmax or _is_fused_attention(node))
         with_exps.add(attention)
         if unnamed:
             anonymous["HN^2" if _is_fused_attention(node) else "?"] = None
@@ -148,26 +139,20 @@ def _count_parameters(graph: onnx.GraphProto, nodes: Sequence[_Node]) -> int:
     """Elements of the initializers, without int64 shapes and indices and without the scales of int8."""
     from onnx import TensorProto
 
-    places = [(node.proto.input, i) for node in nodes for i in SCALES.get(node.proto.op_type, ())]
-    scales = {names[i] for names, i in places if i < len(names)}
+    quantized = [node.proto.input for node in nodes if node.proto.op_type in ("QuantizeLinear", "DequantizeLinear")]
+    scales = {name for names in quantized for name in names[1:]}  # and zero points
     weights = [w for w in graph.initializer if w.data_type != TensorProto.INT64 and w.name not in scales]
     return sum(math.prod(weight.dims) for weight in weights)
 
 
 def _load(path: Path) -> onnx.ModelProto:
     if path.suffix != ".onnx":
-        raise ValueError(
-            f"the file must end in .onnx, got {str(path)!r}; build a timm model with "
-            "timm.create_model(name) and pass the module"
-        )
+        raise ValueError(f"the file must end in .onnx, got {str(path)!r}; of a model pass timm.create_model(name)")
     if not path.is_file():
         raise ValueError(f"{str(path)!r} does not exist: check the path, or export the model first")
-    try:
-        import onnx
-    except ImportError:
-        raise ValueError(
-            "reading ONNX files needs onnx, which is not installed: pip install 'sima-attn[onnx]'"
-        ) from None
+    check_installed("reading ONNX files", "onnx", extra="onnx")
+    import onnx
+
     try:
         model = onnx.load(path, load_external_data=False)  # only shapes are needed
     except Exception as error:  # an error of protobuf, which onnx does not wrap
@@ -312,10 +297,6 @@ def _is_fused_attention(node: _Node) -> bool:
     return "attention" in node.proto.op_type.lower()
 
 
-def _looks_like_attention(node: _Node) -> bool:
-    return _is_fused_attention(node) or ("softmax" in node.proto.op_type.lower() and node.feeds_product)
-
-
 def _attention_sizes(node: _Node) -> tuple[int, int, int, int, int, int] | None:
     """B, H, N, M, D, Dv of a fused attention; None if shapes are dynamic or the operation is unknown."""
     standard = node.proto.domain in STANDARD_DOMAINS
@@ -353,7 +334,7 @@ def _macs(node: _Node) -> int | None:
         return _einsum_macs(node)
     if operation not in PRODUCTS:
         return None
-    left, right = (node.shape(i) for i in PRODUCTS[operation])
+    left, right = node.shape(0), node.shape(1)
     out = node.shapes.get(node.proto.output[0])
     if left is None or right is None:
         return None
@@ -368,8 +349,7 @@ def _macs(node: _Node) -> int | None:
 
 
 def _attention_macs(node: _Node) -> int | None:
-    sizes = _attention_sizes(node)
-    if sizes is None:
+    if (sizes := _attention_sizes(node)) is None:
         return None
     B, H, N, M, D, Dv = sizes
     macs = B * H * N * M * (D + Dv)

@@ -1,7 +1,5 @@
 """Result of an audit: counts of one forward pass, as text and tables."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 

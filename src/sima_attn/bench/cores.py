@@ -1,5 +1,9 @@
 """Attention cores on packed qkv [B, N, 3, H, D], as an attention module has it, and the check of their results."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -22,6 +26,17 @@ def softmax(qkv: Tensor) -> Tensor:
 def paper(qkv: Tensor) -> Tensor:
     """Algorithm 1 with F.normalize, as in the authors' code -> [B, N, H, D]."""
     return algorithm_1(*unpack(qkv)).transpose(1, 2)
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """torch computes with that many threads inside the context."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def check_error(name: str, out: Tensor, truth: Tensor, largest: float) -> float:

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sima_attn.bench.cores import DIRECTIONS, TRAINING, check_error, paper, softmax, unpack
+from sima_attn.bench.cores import DIRECTIONS, TRAINING, check_error, paper, softmax, torch_threads, unpack
 from sima_attn.ops import AttentionShape, choose_order, sima_attention_qkv
 from sima_attn.ops.cost import product_macs
 from sima_attn.ops.reference import algorithm_1
@@ -81,22 +81,12 @@ def can_compile() -> bool:
 
 
 def bench_cpu(
-    *,
-    cases: Sequence[Case] = CASES,
-    threads: int = 1,
-    seconds: float = 4.0,
-    compiled: bool = True,
+    *, cases: Sequence[Case] = CASES, threads: int = 1, seconds: float = 4.0, compiled: bool = True
 ) -> Generator[list[CpuRow]]:
     """The rows of each case: results are checked first, then all methods are timed in turns."""
-    if threads < 1:
-        raise ValueError(f"threads must be at least 1, got {threads}")
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with torch_threads(threads):
         for case in cases:
             yield [row for direction in DIRECTIONS for row in _bench_case(case, direction, threads, seconds, compiled)]
-    finally:
-        torch.set_num_threads(before)
 
 
 def _bench_case(case: Case, direction: str, threads: int, seconds: float, compiled: bool) -> list[CpuRow]:

@@ -1,7 +1,5 @@
 """Measurements of `sima demo`: twins trained on the digits, one word apart; all attentions on this machine."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,12 +8,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from sima_attn._settings import with_overrides
+from sima_attn.auditing import audit
 from sima_attn.bench.cores import unpack
+from sima_attn.models.loading import load_model
 from sima_attn.nn import ATTENTIONS, Attention, create_attention
 from sima_attn.ops import AttentionShape, ExpCounter
 from sima_attn.report.rows import provenance_columns
 from sima_attn.report.tables import TextTable
 from sima_attn.report.timing import time_interleaved
+from sima_attn.train.recipes import Recipe, named_recipe
+from sima_attn.train.run import RunFolder
 
 HEADS, CHANNELS = 3, 64  # DeiT-Tiny
 TOKENS = (49, 196, 784, 2304, 4096)  # squares: some attentions need a square grid
@@ -51,9 +54,6 @@ def train_twins(
 
     `changes` are changes of the recipe, as for `--set`. The runs of an earlier demo are replaced.
     """
-    from sima_attn._settings import with_overrides
-    from sima_attn.train.recipes import named_recipe
-
     rows = []
     for attention in TWINS:
         recipe = with_overrides(named_recipe("digits"), [*changes, f"model.attention={attention}"])
@@ -63,10 +63,8 @@ def train_twins(
     return rows
 
 
-def _remove_old_twin(folder: Path, recipe) -> None:
+def _remove_old_twin(folder: Path, recipe: Recipe) -> None:
     """Remove the run of an earlier demo; raise if the folder holds any other run."""
-    from sima_attn.train.run import RunFolder
-
     if not (folder / "recipe.yaml").exists():
         return
     old = RunFolder(folder).read_recipe()
@@ -75,15 +73,13 @@ def _remove_old_twin(folder: Path, recipe) -> None:
     shutil.rmtree(folder)
 
 
-def _train_twin(recipe, folder: Path, quiet: bool) -> TwinRow:
-    from sima_attn.auditing import audit
-    from sima_attn.models.loading import load_model
-    from sima_attn.train.classify import train_classifier
+def _train_twin(recipe: Recipe, folder: Path, quiet: bool) -> TwinRow:
+    from sima_attn.train.classify import train_classifier  # needs lightning, which comparing attentions does not
 
     finished = train_classifier(recipe, folder, device="cpu", quiet=quiet)
     report = audit(load_model(folder).model, recipe.data.size)
     return TwinRow(
-        attention=recipe.model.attention,
+        attention=str(recipe.model.attention),
         params=report.params,
         epochs=recipe.schedule.epochs,
         top1=round(finished.metrics["top1"], 2),
@@ -99,14 +95,8 @@ def twins_table(rows: Sequence[TwinRow]) -> TextTable:
     """The twins side by side."""
     header = ["attention", "accuracy", "training", "exp(), attention", "exp(), other", "params"]
     lines = [
-        [
-            row.attention,
-            f"{row.top1:.1f} %",
-            f"{row.seconds:.0f} s",
-            f"{row.attention_exps:,}",
-            f"{row.other_exps:,}",
-            f"{row.params:,}",
-        ]
+        [row.attention, f"{row.top1:.1f} %", f"{row.seconds:.0f} s"]
+        + [f"{count:,}" for count in (row.attention_exps, row.other_exps, row.params)]
         for row in rows
     ]
     return TextTable(header, lines, bold={i for i, row in enumerate(rows) if row.attention == "sima"})
@@ -159,14 +149,8 @@ def relative_error(name: str, N: int = COUNTED_TOKENS) -> float:
     """Relative error of `core` in float32 against `reference` in float64."""
     module, inputs = _module_and_inputs(name, N)
     out = module.core(*inputs)
-    truth = module.double().reference(*_as_double(inputs))
+    truth = module.double().reference(*(x.double() for x in inputs))
     return ((out - truth).norm() / truth.norm()).item()
-
-
-def _as_double(inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = inputs
-    q_double = q.double()
-    return q_double, q_double if k is q else k.double(), v.double()
 
 
 def _module_and_inputs(name: str, N: int) -> tuple[Attention, tuple[Tensor, Tensor, Tensor]]:

@@ -5,9 +5,7 @@ image is that of the kernel launches. The whole detector cannot be a graph, sinc
 each call is followed by a synchronization.
 """
 
-from __future__ import annotations
-
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,15 +25,8 @@ DETECTIONS = 100  # COCO's maximum per image
 GOAL_PIXELS, GOAL = 1333, 2.2  # target of DeiT-S on a GPU
 
 
-@dataclass(frozen=True)
-class Twins:
-    """A SimA model, and the attention of its twin."""
-
-    model: str
-    attention: str
-
-
-TWINS = (Twins("sima_deit_small_patch16_224", "softmax"), Twins("sima_xcit_small_12_p16_224", "xca"))
+# SimA model -> attention of its twin
+TWINS = {"sima_deit_small_patch16_224": "softmax", "sima_xcit_small_12_p16_224": "xca"}
 
 
 @dataclass(frozen=True)
@@ -70,20 +61,16 @@ class DetectSpeedRow:
 def bench_detect(
     device: str,
     *,
-    twins: Sequence[Twins] = TWINS,
+    twins: Mapping[str, str] = TWINS,
     pixels: Sequence[int] | None = None,
     seconds: float = 2.0,
     **kwargs: object,
 ) -> Generator[list[DetectSpeedRow]]:
     """The rows of each pair at each size; `kwargs` are arguments of the models."""
-    if device not in PIXELS:
-        raise ValueError(f"device must be one of {', '.join(PIXELS)}, got {device!r}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda was requested, but torch finds no GPU; use --device cpu")
-    for pair in twins:
-        models = {attention: _build(pair.model, attention, device, kwargs) for attention in (pair.attention, "sima")}
+    for name, twin in twins.items():
+        models = {attention: _build(name, attention, device, kwargs) for attention in (twin, "sima")}
         for side in pixels or PIXELS[device]:
-            yield _bench_pair(pair, models, side, device, seconds)
+            yield _bench_pair(name, models, side, device, seconds)
 
 
 def _build(name: str, attention: str, device: str, kwargs: dict) -> SimaMaskRCNN:
@@ -94,8 +81,9 @@ def _build(name: str, attention: str, device: str, kwargs: dict) -> SimaMaskRCNN
 
 @torch.inference_mode()
 def _bench_pair(
-    pair: Twins, models: dict[str, SimaMaskRCNN], side: int, device: str, seconds: float
+    name: str, models: dict[str, SimaMaskRCNN], side: int, device: str, seconds: float
 ) -> list[DetectSpeedRow]:
+    twin = next(iter(models))
     image = torch.rand(3, side, side, device=device)
     forwards: dict[str, dict[str, Function]] = {BACKBONE: {}, DETECTOR: {}}
     found: dict[str, int] = {}
@@ -113,15 +101,15 @@ def _bench_pair(
         as_graph = device == "cuda" and part == BACKBONE
         timings = time_graphs(mine, seconds=seconds) if as_graph else called
         for attention, timing in timings.items():
-            has_goal = attention == "sima" and pair.attention == "softmax" and (part, side) == (BACKBONE, GOAL_PIXELS)
+            has_goal = attention == "sima" and twin == "softmax" and (part, side) == (BACKBONE, GOAL_PIXELS)
             rows.append(
                 DetectSpeedRow(
-                    model=pair.model,
+                    model=name,
                     attention=attention,
                     part=part,
                     pixels=side,
                     **timing.columns("ms", 3),
-                    speedup=round(timings[pair.attention].p50 / timing.p50, 3),
+                    speedup=round(timings[twin].p50 / timing.p50, 3),
                     goal=GOAL if has_goal and device == "cuda" else 0.0,
                     timed=GRAPH if as_graph else CALLED,
                     called_ms=round(called[attention].p50 * 1e3, 3),
@@ -164,19 +152,10 @@ def detect_table(rows: Sequence[DetectSpeedRow]) -> TextTable:
     header += ["timed", "twin called, ms", "SimA called, ms"] * graphs + ["twin, MiB", "SimA, MiB"]
     lines = []
     for twin, sima in zip(rows[::2], rows[1::2], strict=True):  # rows come in pairs
-        called = [sima.timed, f"{twin.called_ms:,.1f}", f"{sima.called_ms:,.1f}"]
-        lines.append(
-            [
-                sima.model,
-                sima.part,
-                str(sima.pixels),
-                twin.attention,
-                f"{twin.p50_ms:,.1f}",
-                f"{sima.p50_ms:,.1f}",
-                f"{sima.speedup:.2f}x",
-                f"{sima.goal:.1f}x" if sima.goal else "-",
-                *called * graphs,
-                *(f"{row.peak_mib:,.0f}" if row.peak_mib else "-" for row in (twin, sima)),
-            ]
-        )
+        what = [sima.model, sima.part, str(sima.pixels), twin.attention]
+        goal = f"{sima.goal:.1f}x" if sima.goal else "-"
+        times = [f"{twin.p50_ms:,.1f}", f"{sima.p50_ms:,.1f}", f"{sima.speedup:.2f}x", goal]
+        called = [sima.timed, f"{twin.called_ms:,.1f}", f"{sima.called_ms:,.1f}"] * graphs
+        memory = [f"{row.peak_mib:,.0f}" if row.peak_mib else "-" for row in (twin, sima)]
+        lines.append([*what, *times, *called, *memory])
     return TextTable(header, lines, bold=set())

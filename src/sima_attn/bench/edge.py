@@ -4,13 +4,12 @@ Images are random, and so are weights that do not come with the package: neither
 accuracy see `sima quantize`.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from sima_attn._errors import unknown_name
 from sima_attn._files import atomic_write
 from sima_attn.auditing.model import audit
 from sima_attn.export import runtimes
-from sima_attn.export.runtimes import RUNTIMES, Session, open_model
+from sima_attn.export.runtimes import Session, open_model
 from sima_attn.report.rows import provenance_columns
 from sima_attn.report.tables import TextTable
 from sima_attn.report.timing import time_interleaved
@@ -40,27 +39,16 @@ class Variant(NamedTuple):
 
 @dataclass(frozen=True)
 class Family:
-    """A model and its SimA twins, with GELU and with ReLU.
+    """A model and its SimA twins, with GELU and with ReLU."""
 
-    Attributes:
-        twin: Name of the model they are compared with.
-        attention: Attention of the twin.
-        sima: Name of the model with SimA; the one with ReLU has the suffix `_relu`.
-        patch: Patch size in pixels.
-        sizes: Image sizes to measure.
-        takes_img_size: Whether the model is built with `img_size`.
-        twin_options: Options that make `twin` the twin, if its name is not enough.
-        weights: Whether the weights of the ReLU model come with the package.
-    """
-
-    twin: str
-    attention: str
-    sima: str
+    twin: str  # name of the model that they are compared with
+    attention: str  # of the twin
+    sima: str  # name of the model with SimA; the one with ReLU has the suffix `_relu`
     patch: int = 16
     sizes: tuple[int, ...] = (224, 512)
     takes_img_size: bool = False
-    twin_options: dict[str, Any] = field(default_factory=dict)
-    weights: bool = False
+    twin_options: dict[str, Any] = field(default_factory=dict)  # if the name of the twin is not enough
+    weights: bool = False  # those of the ReLU model come with the package
 
     @property
     def variants(self) -> dict[str, Variant]:
@@ -156,16 +144,8 @@ def bench_edge(
 ) -> Generator[list[EdgeRow]]:
     """The rows of each family, size and thread count: files are exported, compared, then timed in turns.
 
-    Args:
-        folder: Folder for the .onnx files; existing files are reused.
-        families: Keys of FAMILIES.
-        sizes: Image sizes in pixels; by default those of each family.
-        threads: Thread counts.
-        precisions: "fp32", "int8".
-        wanted_runtimes: By default all that are installed.
-        seconds: Time for each group.
-        on_step: Called with a description before each part.
-        model_options: Passed to timm, e.g. depth=2 for a test.
+    Files that are in `folder` are reused. By default a family is measured at its own sizes, in all runtimes that are
+    installed. `on_step` is called with a description before each part, and `model_options` are passed to timm.
     """
     check_choice("family", families, FAMILIES)
     check_choice("precision", precisions, (FP32, INT8))
@@ -278,7 +258,7 @@ def _bench_group(
                 variant=form.variant,
                 precision=form.precision,
                 runtime=form.runtime,
-                runtime_version=RUNTIMES[form.runtime].version(),
+                runtime_version=version(form.runtime),
                 pixels=pixels,
                 threads=threads,
                 speedup=round(twin / timing.p50, 3),
@@ -348,31 +328,14 @@ def peak_mib(path: Path, runtime: str) -> float:
 def edge_table(rows: Sequence[EdgeRow], threads: int) -> TextTable:
     """Milliseconds, speed relative to the twin, memory and size of each file, for one number of threads."""
     header = ["model", "px", "runtime", "type", "ms", "speed", "goal", "same type", "peak MiB", "MiB", "exp"]
-    lines: list[list[str]] = []
-    bold = set()
-    for row in rows:
-        if row.threads != threads:
-            continue
-        if row.variant.startswith("sima"):
-            bold.add(len(lines))
-        lines.append(
-            [
-                f"{row.family} {row.variant}",
-                str(row.pixels),
-                row.runtime,
-                row.precision,
-                f"{row.p50_ms:.2f}",
-                f"{row.speedup:.2f}x",
-                f"{row.goal:.2f}x" if row.goal else "-",
-                f"{row.speedup_same_precision:.2f}x",
-                f"{row.peak_mib:.0f}",
-                f"{row.file_mib:.1f}",
-                str(row.exp_like_nodes),
-            ]
-        )
-    if not lines:
-        raise ValueError(f"there are no rows for {threads} threads; there are: {sorted({r.threads for r in rows})}")
-    return TextTable(header, lines, bold)
+    lines = []
+    mine = [row for row in rows if row.threads == threads]
+    for row in mine:
+        what = [f"{row.family} {row.variant}", str(row.pixels), row.runtime, row.precision]
+        goal = f"{row.goal:.2f}x" if row.goal else "-"
+        speed = [f"{row.p50_ms:.2f}", f"{row.speedup:.2f}x", goal, f"{row.speedup_same_precision:.2f}x"]
+        lines.append([*what, *speed, f"{row.peak_mib:.0f}", f"{row.file_mib:.1f}", str(row.exp_like_nodes)])
+    return TextTable(header, lines, bold={i for i, row in enumerate(mine) if row.variant.startswith("sima")})
 
 
 def edge_summary(rows: Sequence[EdgeRow]) -> TextTable:

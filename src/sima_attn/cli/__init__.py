@@ -1,4 +1,4 @@
-"""The command `sima`: one thin function a command. Heavy imports wait until a command runs."""
+"""The command `sima`: one thin function per command. Heavy imports wait until a command runs."""
 
 import sys
 from typing import Annotated
@@ -6,12 +6,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
+from typer import Option
 from typer.core import TyperGroup
 
 from sima_attn._version import __version__
 from sima_attn.cli import (
     bench,
-    bench_edge,
     classify,
     demo,
     detect,
@@ -40,15 +40,14 @@ class ByTheme(TyperGroup):
     """The commands under the headings of `THEMES`."""
 
     def list_commands(self, ctx):
-        """The names, theme by theme; a command without one comes last."""
-        placed = [name for names in THEMES.values() for name in names if name in self.commands]
-        return [*placed, *(name for name in self.commands if name not in placed)]
+        """The names, theme by theme."""
+        return [name for names in THEMES.values() for name in names]
 
     def get_command(self, ctx, cmd_name):
         """The command, with its theme as the panel of the help that lists it."""
         command = super().get_command(ctx, cmd_name)
         if command is not None:
-            theme = next((theme for theme, names in THEMES.items() if cmd_name in names), None)
+            theme = next(theme for theme, names in THEMES.items() if cmd_name in names)
             command.rich_help_panel = theme  # type: ignore[attr-defined]
         return command
 
@@ -63,20 +62,15 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-app.add_typer(demo.app)
-app.add_typer(models.app)
-app.add_typer(train.app)
-app.add_typer(selfsupervised.app)
-app.add_typer(explain.app)
-app.add_typer(explain.group, name="explain")
-app.add_typer(serve.app)
-app.add_typer(classify.app)
-app.add_typer(reproduce.app, name="reproduce")
-app.add_typer(detect.app, name="detect")
-app.add_typer(export.app)
-bench.app.add_typer(bench_edge.app)
-app.add_typer(bench.app, name="bench")
-app.add_typer(doctor.app)
+for module in (demo, models, train, selfsupervised, explain, serve, classify, export, doctor):
+    app.add_typer(module.app)
+for name, group in {
+    "explain": explain.group,
+    "reproduce": reproduce.app,
+    "detect": detect.app,
+    "bench": bench.app,
+}.items():
+    app.add_typer(group, name=name)
 
 
 def _show_version(wanted: bool) -> None:
@@ -89,7 +83,7 @@ def _show_version(wanted: bool) -> None:
 def root(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print it.")
+        bool, Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Vision transformers without a single exp()."""

@@ -5,22 +5,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
-from sima_attn.cli._shared import (
-    BENCH_FOLDER,
-    FigureFile,
-    Pixels,
-    RowsFile,
-    Seconds,
-    Threads,
-    console,
-    print_table,
-    progress_bar,
-)
+from sima_attn.cli import _options as option
+from sima_attn.cli._shared import console, print_table, progress_bar
+from sima_attn.report.figures import check_can_plot
+from sima_attn.report.rows import merge_rows, read_rows, write_rows
 
-Update = Annotated[
-    bool, typer.Option("--update", help="Keep rows of other cases in the file. Default: the file is overwritten.")
-]
+Update = Annotated[bool, Option("--update", help="Keep rows of other cases in the file.")]
 
 app = typer.Typer(help="Measure, write rows, print tables.", no_args_is_help=True)
 
@@ -35,17 +27,11 @@ def measure(
 ) -> list[Any]:
     """Measure groups of rows under a progress bar; the file is written after each, so an interruption keeps it.
 
-    Args:
-        groups: Takes a function that sets the text of the progress bar, yields the rows of each group.
-        total: Number of groups.
-        merge: Adds new rows to those so far.
-        rows: Rows to start with.
+    `groups` takes a function that sets the text of the progress bar. `merge` adds new rows to those so far.
     """
-    from sima_attn.report.rows import write_rows
-
     rows = rows or []
     with progress_bar() as progress:
-        task = progress.add_task("starting", total=total)
+        task = progress.add_task("measuring", total=total)
         for new in groups(lambda text: progress.update(task, description=text)):
             rows = merge(rows, new)
             write_rows(out, rows)
@@ -56,15 +42,15 @@ def measure(
 def print_paths(**paths: Path) -> None:
     """Where the results are: rows, figure."""
     for kind, path in paths.items():
-        console.print(f"{kind.capitalize()}: {path}", highlight=False, soft_wrap=True)
+        console.print(f"{kind.capitalize()}: {path}")
 
 
 @app.command("cpu")
 def bench_cpu_command(
-    out: RowsFile = BENCH_FOLDER / "cpu.csv",
-    threads: Threads = [1, 2],  # noqa: B006
-    seconds: Seconds = 6.0,
-    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Also time torch.compile.")] = True,
+    out: option.RowsFile = option.BENCH_FOLDER / "cpu.csv",
+    threads: option.Threads = [1, 2],  # noqa: B006
+    seconds: option.Seconds = 6.0,
+    compiled: Annotated[bool, Option("--compile/--no-compile", help="Also time torch.compile.")] = True,
 ) -> None:
     """SimA's attention core against softmax and the paper's code on the CPU: forward, and forward + backward."""
     from sima_attn.bench.cores import DIRECTIONS
@@ -91,17 +77,14 @@ def bench_cpu_command(
 
 @app.command("gpu")
 def bench_gpu_command(
-    out: RowsFile = BENCH_FOLDER / "gpu.csv",
-    figure: FigureFile = BENCH_FOLDER / "gpu.png",
+    out: option.RowsFile = option.BENCH_FOLDER / "gpu.csv",
+    figure: option.FigureFile = option.BENCH_FOLDER / "gpu.png",
     shape: Annotated[
-        list[str] | None,
-        typer.Option(metavar="B,N,H,D", help="Shapes, e.g. 256,196,6,64; repeat for several. Default: all."),
+        list[str] | None, Option(metavar="B,N,H,D", help="Shapes, e.g. 256,196,6,64; repeat for several. Default: all.")
     ] = None,
-    dtype: Annotated[
-        list[str] | None, typer.Option(help="bfloat16, float16 or float32; repeat for several. Default: all.")
-    ] = None,
+    dtype: Annotated[list[str] | None, Option(help="bfloat16, float16, float32; repeat. Default: all.")] = None,
     update: Update = False,
-    seconds: Seconds = 0.3,
+    seconds: option.Seconds = 0.3,
 ) -> None:
     """SimA's fused kernels against flash and cuDNN softmax, the paper's code, XCA and ELU, on a CUDA device."""
     from sima_attn.bench.cores import DIRECTIONS
@@ -109,8 +92,6 @@ def bench_gpu_command(
     from sima_attn.bench.gpu import FIGURE_CASES, GpuRow, bench_gpu, select_cases
     from sima_attn.bench.tables import dtype_table, gpu_table
     from sima_attn.report.cuda_timing import check_cuda
-    from sima_attn.report.figures import check_can_plot
-    from sima_attn.report.rows import merge_rows, read_rows
 
     cases = select_cases(shapes=shape, dtypes=dtype)
     check_cuda()
@@ -127,7 +108,9 @@ def bench_gpu_command(
 
 
 @app.command("call-overhead")
-def bench_call_overhead_command(out: RowsFile = BENCH_FOLDER / "call_overhead.csv", seconds: Seconds = 2.0) -> None:
+def bench_call_overhead_command(
+    out: option.RowsFile = option.BENCH_FOLDER / "call_overhead.csv", seconds: option.Seconds = 2.0
+) -> None:
     """CPU time per call of the attention operator on a CUDA device, against torch's softmax attention."""
     from sima_attn.bench.call_overhead import SHAPES, bench_call_overhead
     from sima_attn.bench.tables import call_overhead_table, targets_table
@@ -142,27 +125,21 @@ def bench_call_overhead_command(out: RowsFile = BENCH_FOLDER / "call_overhead.cs
 
 @app.command("model")
 def bench_model_command(
-    out: RowsFile = BENCH_FOLDER / "model.csv",
-    model: Annotated[list[str] | None, typer.Option(help="deit or xcit; repeat for both. Default: both.")] = None,
+    out: option.RowsFile = option.BENCH_FOLDER / "model.csv",
+    model: Annotated[list[str] | None, Option(help="deit or xcit; repeat for both. Default: both.")] = None,
     mode: Annotated[
-        list[str] | None,
-        typer.Option(help="eager, compile, reduce-overhead or graph; repeat for several. Default: all."),
+        list[str] | None, Option(help="eager, compile, reduce-overhead or graph; repeat for several. Default: all.")
     ] = None,
-    direction: Annotated[
-        list[str] | None, typer.Option(help="inference or training; repeat for both. Default: both.")
-    ] = None,
-    pixels: Pixels = None,
-    batch: Annotated[
-        list[int] | None, typer.Option(help="Batch sizes; repeat for several. Default: all.", min=1)
-    ] = None,
+    direction: Annotated[list[str] | None, Option(help="inference, training; repeat. Default: both.")] = None,
+    pixels: option.Pixels = None,
+    batch: Annotated[list[int] | None, Option(help="Batch sizes; repeat for several. Default: all.", min=1)] = None,
     update: Update = False,
-    seconds: Seconds = 2.0,
+    seconds: option.Seconds = 2.0,
 ) -> None:
     """Whole models against their SimA twins on a CUDA device: eager, compiled and as CUDA graphs."""
     from sima_attn.bench.model import ModelSpeedRow, bench_models, select_cases
     from sima_attn.bench.tables import model_table, step_table, targets_table
     from sima_attn.report.cuda_timing import check_cuda
-    from sima_attn.report.rows import merge_rows, read_rows
 
     cases = select_cases(models=model, modes=mode, directions=direction, pixels=pixels, batches=batch)
     check_cuda()
@@ -178,16 +155,96 @@ def bench_model_command(
     print_paths(rows=out)
 
 
+@app.command("edge")
+def bench_edge_command(
+    out: option.RowsFile = option.BENCH_FOLDER / "edge.csv",
+    figure: option.FigureFile = option.BENCH_FOLDER / "edge.png",
+    files: Annotated[Path, Option(help="Folder for the .onnx files, reused by later runs.")] = Path("runs/edge"),
+    model: Annotated[
+        list[str] | None, Option(help="xcit_mini (trained), deit_tiny, deit_small, xcit_tiny; repeat. Default: all.")
+    ] = None,
+    size: Annotated[list[int] | None, Option(help="Image sides; repeat. Default: 224, 512; xcit_mini 64, 128.")] = None,
+    threads: option.Threads = [1, 2],  # noqa: B006
+    precision: Annotated[list[str], Option(help="fp32, int8; repeat.")] = ["fp32", "int8"],  # noqa: B006
+    runtime: Annotated[
+        list[str] | None, Option(help="onnxruntime, openvino; repeat. Default: those installed.")
+    ] = None,
+    seconds: option.Seconds = 20.0,
+) -> None:
+    """Whole models against their SimA twins in ONNX Runtime and OpenVINO: time, memory, size."""
+    from sima_attn.bench.edge import FAMILIES, bench_edge, check_choice, edge_table, is_busy
+    from sima_attn.bench.figures import plot_edge
+    from sima_attn.export.onnx import check_installed
+
+    check_installed()
+    check_can_plot()
+    if is_busy():
+        console.print("[yellow]This machine is busy: times will be too long, and ratios may be wrong.[/yellow]")
+    names = model or list(FAMILIES)
+    check_choice("family", names, FAMILIES)
+    rows = measure(
+        lambda show: bench_edge(
+            files,
+            families=names,
+            sizes=size,
+            threads=threads,
+            precisions=precision,
+            wanted_runtimes=runtime,
+            seconds=seconds,
+            on_step=show,
+        ),
+        out,
+        sum(len(size or FAMILIES[name].sizes) for name in names) * len(threads),
+    )
+    plot_edge(rows, figure)
+    for count in threads:
+        print_table(edge_table(rows, count), f"One image, {count} thread{'s' * (count > 1)}, {rows[0].device}")
+    console.print("speed: relative to the fp32 twin in the same runtime; exp: exp-like nodes")
+    print_paths(rows=out, figure=figure)
+
+
+@app.command("paper-edge")
+def bench_paper_edge_command(
+    out: option.RowsFile = option.BENCH_FOLDER / "paper_edge.csv",
+    runs: Annotated[int, Option(help="Runs of each attention.", min=1)] = 1000,
+    threads: Annotated[int, Option(help="Number of threads.", min=1)] = 1,
+) -> None:
+    """Table 3 and Figure 1 of the paper on this processor: attention cores, with the paper's fixed order."""
+    from sima_attn.bench.paper_edge import CASES, bench_paper_edge, paper_edge_table
+
+    rows = measure(lambda show: bench_paper_edge(runs=runs, threads=threads), out, len(CASES))
+    for case in CASES:
+        shape = f"{rows[0].H} heads, N = {case.N}, D = {case.D}"
+        title = f"{shape}, {rows[0].device}, {threads} thread{'s' * (threads > 1)}"
+        print_table(paper_edge_table([row for row in rows if row.N == case.N]), title)
+    console.print("speed: relative to vanilla here; ours: norms folded, order free; paper: milliseconds of Table 3")
+    print_paths(rows=out)
+
+
+@app.command("paper-gpu")
+def bench_paper_gpu_command(
+    out: option.RowsFile = option.BENCH_FOLDER / "paper_gpu.csv",
+    seconds: option.Seconds = 1.0,
+) -> None:
+    """Figure A1 of the paper on a CUDA device: sweeps over resolution and width, fixed order, batch 8."""
+    from sima_attn.bench.paper_edge import SWEEPS, bench_paper_gpu, paper_gpu_table
+    from sima_attn.report.cuda_timing import check_cuda
+
+    check_cuda()
+    rows = measure(lambda show: bench_paper_gpu(seconds=seconds), out, sum(len(sweep.shapes) for sweep in SWEEPS))
+    print_table(paper_gpu_table(rows), title=f"Figure A1, {rows[0].device}, float32, batch {rows[0].B}")
+    print_paths(rows=out)
+
+
 @app.command("table")
 def bench_table_command(
-    rows_file: Annotated[Path, typer.Argument(help="CSV file of `sima bench cpu`.")] = BENCH_FOLDER / "cpu.csv",
-    threads: Annotated[int, typer.Option(help="Number of threads to show.")] = 1,
+    rows_file: Annotated[Path, Argument(help="CSV file of `sima bench cpu`.")] = option.BENCH_FOLDER / "cpu.csv",
+    threads: Annotated[int, Option(help="Number of threads to show.")] = 1,
 ) -> None:
     """Print the rows of the CPU benchmark as Markdown tables: forward, then forward + backward."""
     from sima_attn.bench.cores import DIRECTIONS
     from sima_attn.bench.cpu import CpuRow
     from sima_attn.bench.tables import cpu_table
-    from sima_attn.report.rows import read_rows
 
     rows = read_rows(rows_file, CpuRow)
     print("\n\n".join(cpu_table(rows, threads, direction).markdown() for direction in DIRECTIONS))

@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
+from typer import Argument, Option
 
 from sima_attn._devices import resolve_device
+from sima_attn._settings import to_dict
+from sima_attn.cli import _options as option
 from sima_attn.cli._shared import console, teller
 from sima_attn.data.images import find_photos, open_photos
 
@@ -25,13 +28,10 @@ RESEARCH = "Trained on images from ImageNet: for non-commercial research and edu
 
 @app.command("classify")
 def classify_command(
-    photos: Annotated[list[str], typer.Argument(metavar="PHOTO...", help="Photos, folders of them, or patterns.")],
-    model: Annotated[
-        str | None,
-        typer.Option(help="A model with weights, a run's folder, a checkpoint. Default: the model in the package."),
-    ] = None,
-    top: Annotated[int, typer.Option(help="Number of classes to show.", min=1)] = 5,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "cpu",
+    photos: Annotated[list[str], Argument(metavar="PHOTO...", help="Photos, folders of them, or patterns.")],
+    model: option.Model = None,
+    top: Annotated[int, Option(help="Number of classes to show.", min=1)] = 5,
+    device: option.Device = "cpu",
 ) -> None:
     """Classify photos: the most likely classes of each. Photos that cannot be read are reported and skipped."""
     device = resolve_device(device)
@@ -40,8 +40,9 @@ def classify_command(
 
     loaded = load_model(model, device=device)
     if not loaded.trained:
-        what = f"{model} has no trained weights" if model else "no weights come with this version of the package"
-        raise ValueError(f"{what}: train a model with `sima train` and give its folder with --model")
+        raise ValueError(
+            f"{loaded.name} has no trained weights: train a model with `sima train` and give its folder with --model"
+        )
     for path, photo in open_photos(files, say=teller()):
         print_classes(path.name, top_classes(loaded, photo, top))
 
@@ -62,30 +63,25 @@ def top_classes(loaded: LoadedModel, photo: Image, count: int) -> list[tuple[str
 
 def print_classes(title: str, classes: list[tuple[str, float]]) -> None:
     """Print the classes of a photo with bars."""
-    console.print(f"[bold]{escape(title)}[/bold]", highlight=False)
+    console.print(f"[bold]{escape(title)}[/bold]")
     width = max(len(name) for name, _ in classes)
     for name, likely in classes:
         bar = "█" * round(BAR * likely)
-        console.print(f"  {escape(name):<{width}}  {100 * likely:5.1f} %  [green]{bar}[/green]", highlight=False)
+        console.print(f"  {escape(name):<{width}}  {100 * likely:5.1f} %  [green]{bar}[/green]")
 
 
 @app.command("ship")
 def ship_command(
-    run: Annotated[Path, typer.Argument(help="Folder of a run of `sima train`.")],
-    name: Annotated[
-        str | None, typer.Argument(help="Model to be pretrained with it.", show_default="the run's model")
-    ] = None,
-    data: Annotated[str | None, typer.Option(help="Folder of the images. Default: the run's.")] = None,
-    ema: Annotated[
-        bool | None, typer.Option("--ema/--no-ema", help="The average weights. Default: if the run kept them.")
-    ] = None,
-    terms: Annotated[str, typer.Option(help="What the weights may be used for.")] = RESEARCH,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "cpu",
+    run: Annotated[Path, Argument(help="Folder of a run of `sima train`.")],
+    name: Annotated[str | None, Argument(help="Model to pretrain.", show_default="the run's model")] = None,
+    data: Annotated[str | None, Option(help="Folder of the images. Default: the run's.")] = None,
+    ema: Annotated[bool | None, Option("--ema/--no-ema", help="The average weights. Default: if kept.")] = None,
+    terms: Annotated[str, Option(help="What the weights may be used for.")] = RESEARCH,
+    device: option.Device = "cpu",
 ) -> None:
     """Put the weights of a run into the package, in half precision: `pretrained=True` finds them there."""
     from rich.console import Console
 
-    from sima_attn._settings import to_dict
     from sima_attn.data.sources import class_words
     from sima_attn.models.loading import load_model
     from sima_attn.models.pretrained import Card, check_same_model, in_half, save_shipped
@@ -121,8 +117,8 @@ def ship_command(
         terms=terms,
     )
     path = save_shipped(weights, name or recipe.model.name, card)
-    console.print(f"top-1 {result.top1:.2f}, top-5 {result.top5:.2f}: {path.name}", highlight=False)
-    console.print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)", highlight=False, soft_wrap=True)
+    console.print(f"top-1 {result.top1:.2f}, top-5 {result.top5:.2f}: {path.name}")
+    console.print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
 
 
 def epochs_made(file: Path, run: Path, recipe: Recipe) -> float:

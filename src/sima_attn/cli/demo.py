@@ -4,8 +4,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from typer import Option
 
-from sima_attn.cli._shared import console, print_table, progress_bar
+from sima_attn.cli._shared import console, print_table
+from sima_attn.report.figures import check_can_plot
+from sima_attn.report.rows import write_rows
 
 app = typer.Typer()
 # Photos of scikit-image, and what they show. Only the cat is among the 100 classes of the shipped model (tabby,
@@ -16,17 +20,12 @@ DRAWN = "chelsea"
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the runs, rows and figures.")] = Path("runs/demo"),
+    out: Annotated[Path, Option(help="Folder for the runs, rows and figures.")] = Path("runs/demo"),
     attentions: Annotated[
-        bool, typer.Option("--attentions", help="Compare all attentions instead: parity, exp(), MACs, speed.")
+        bool, Option("--attentions", help="Compare all attentions instead: parity, exp(), MACs, speed.")
     ] = False,
     seconds: Annotated[
-        float | None,
-        typer.Option(
-            help="With --attentions, time for each number of tokens; 0 means three samples per attention.",
-            min=0.0,
-            show_default="3",
-        ),
+        float | None, Option(help="With --attentions, time for each number of tokens.", min=0.0, show_default="3")
     ] = None,
 ) -> None:
     """Train the same small model with SimA and with softmax, compare them; classify two photos, draw a heat map."""
@@ -46,14 +45,10 @@ def compare_twins(out: Path) -> None:
     """Train both on the digits; print a table, and write rows, curves and a figure."""
     from sima_attn.bench.demo import train_twins, twins_table
     from sima_attn.bench.figures import plot_twins
-    from sima_attn.report.figures import check_can_plot
-    from sima_attn.report.rows import write_rows
 
     check_can_plot()
     console.print("Two small vision transformers learn scikit-learn's digits: the same recipe, one word changed.")
-    rows = train_twins(
-        out, on_twin=lambda name: console.print(f"Training with model.attention={name}", highlight=False)
-    )
+    rows = train_twins(out, on_twin=lambda name: console.print(f"Training with model.attention={name}"))
     figure = out / "twins.png"
     write_rows(out / "twins.csv", rows)
     plot_twins(rows, out, figure)
@@ -64,7 +59,7 @@ def compare_twins(out: Path) -> None:
     )
     console.print("With sima, the whole network evaluates no exp(). The number of parameters is the same.")
     curves = ", ".join(str(out / row.attention / "learning_curve.png") for row in rows)
-    console.print(f"Figure: {figure}\nCurves: {curves}\nRows:   {out / 'twins.csv'}", highlight=False, soft_wrap=True)
+    console.print(f"Figure: {figure}\nCurves: {curves}\nRows:   {out / 'twins.csv'}")
 
 
 def show_photos(out: Path) -> None:
@@ -76,51 +71,30 @@ def show_photos(out: Path) -> None:
     from sima_attn.cli.classify import print_classes, top_classes
     from sima_attn.explain.gallery import Gallery
     from sima_attn.explain.photo_model import load_photo_model
-    from sima_attn.models.pretrained import shipped_models
 
-    if not shipped_models():
-        console.print("This version includes no trained weights, so no photos are classified.")
-        return
     if find_spec("skimage") is None:
         console.print("The photos need scikit-image, which is not installed: pip install 'sima-attn\\[data]'")
         return
     from skimage import data
 
     model = load_photo_model()
-    console.print(
-        f"Classifying two photos of scikit-image with {model.name}, the trained model in this package:",
-        highlight=False,
-        soft_wrap=True,
-    )
+    console.print(f"Classifying two photos of scikit-image with {model.name}, the trained model in this package:")
     photos = {name: Image.fromarray(getattr(data, name)()) for name in PHOTOS}
     for name, photo in photos.items():
         print_classes(f"{name} ({PHOTOS[name]})", top_classes(model, photo, 5))
     drawn = Gallery([model]).write_one(photos[DRAWN], DRAWN, out / "heatmap.png")
-    console.print(f"Heat map of {DRAWN}: {drawn}", highlight=False, soft_wrap=True)
+    console.print(f"Heat map of {DRAWN}: {drawn}")
 
 
 def compare_attentions(out: Path, seconds: float) -> None:
     """Compare all attentions of the registry on this machine: rows, a figure and a table."""
-    from sima_attn.bench.demo import COUNTED_TOKENS, TOKENS, run_demo
+    from sima_attn.bench.demo import COUNTED_TOKENS, run_demo
     from sima_attn.bench.figures import plot_time_against_tokens
     from sima_attn.bench.tables import demo_table
-    from sima_attn.nn import ATTENTIONS
-    from sima_attn.report.figures import check_can_plot
-    from sima_attn.report.rows import write_rows
 
     check_can_plot()
-    with progress_bar() as progress:
-        task = progress.add_task("starting", total=len(ATTENTIONS) + len(TOKENS))
-        done = -1
-
-        def step(what: str) -> None:
-            nonlocal done
-            done += 1
-            progress.update(task, completed=done, description=what)
-
-        rows = run_demo(seconds=seconds, on_step=step)
-        step("done")
-
+    with Console(stderr=True).status("starting") as status:
+        rows = run_demo(seconds=seconds, on_step=status.update)
     write_rows(out / "rows.csv", rows)
     figure = out / "time_against_tokens.png"
     plot_time_against_tokens(rows, figure)
@@ -131,5 +105,5 @@ def compare_attentions(out: Path, seconds: float) -> None:
         caption=f"exp(), MACs and error at N = {COUNTED_TOKENS}; speed relative to fused softmax, higher is faster",
     )
     orders = ", ".join(f"{row.order} at N = {row.N}" for row in rows if row.attention == "sima")
-    console.print(f"SimA selected the cheaper order of its products: {orders}.", highlight=False)
-    console.print(f"Figure: {figure}\nRows:   {out / 'rows.csv'}", highlight=False, soft_wrap=True)
+    console.print(f"SimA selected the cheaper order of its products: {orders}.")
+    console.print(f"Figure: {figure}\nRows:   {out / 'rows.csv'}")

@@ -1,62 +1,47 @@
 """`sima detect` and `sima bench detect`: Mask R-CNN on COCO's format."""
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
+from sima_attn import _errors
 from sima_attn._devices import resolve_device
+from sima_attn.cli import _options as option
 from sima_attn.cli import bench
-from sima_attn.cli._shared import BENCH_FOLDER, Pixels, Seconds, console, print_table, progress_bar, teller
+from sima_attn.cli._shared import console, print_recipes, print_table, progress_bar, step_callback, teller
 from sima_attn.cli.train import check_installed, resolved, say_finished
 from sima_attn.data.images import find_photos
+from sima_attn.report.rows import write_rows
 
 app = typer.Typer(help="Boxes and instance masks: Mask R-CNN, COCO's format.", no_args_is_help=True)
-
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 
 
 def check_ready() -> None:
     """Raise unless pycocotools is installed."""
-    if find_spec("pycocotools") is None:
-        raise ValueError("detection needs pycocotools, which is not installed: pip install 'sima-attn[detection]'")
+    _errors.check_installed("detection", "pycocotools", extra="detection")
 
 
 @app.command("train")
 def train_command(
-    recipe: Annotated[
-        str | None, typer.Option(help="coco (the paper's) or coco_mini. Default: coco_mini.", show_default=False)
-    ] = None,
-    data: Annotated[str | None, typer.Option(help="Folder in COCO's format. Default: the recipe's.")] = None,
-    backbone: Annotated[
-        str | None, typer.Option(help="A classifier's weights to start from: a run's folder or a file.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the run.", show_default="runs/RECIPE")] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="NAME=VALUE", help="A setting of the recipe, e.g. model.kwargs.token_ref=train."),
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in the folder.")] = False,
-    device: Device = "auto",
-    precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16. Default: the recipe's.")] = None,
+    recipe: Annotated[str | None, Option(help="coco (the paper's) or coco_mini. Default: coco_mini.")] = None,
+    data: Annotated[str | None, Option(help="Folder in COCO's format. Default: the recipe's.")] = None,
+    backbone: Annotated[str | None, Option(help="Weights of a classifier to start from: a run or a file.")] = None,
+    out: option.RunFolder = None,
+    overrides: option.Settings = None,
+    resume: option.Resume = False,
+    device: option.Device = "auto",
+    precision: option.Precision = None,
 ) -> None:
     """Train a detector with a recipe. Runs on all processes of torchrun; after an interruption, add --resume."""
     check_installed()
     check_ready()
-    from sima_attn.detect.recipes import DetectRecipe, named_recipe
+    from sima_attn.detect.recipes import named_recipe
 
     folder = out or Path("runs") / (recipe or "coco_mini")
-    chosen = resolved(
-        recipe,
-        "coco_mini",
-        folder,
-        kind=DetectRecipe,
-        named=named_recipe,
-        resume=resume,
-        overrides=overrides,
-        options={"data.path": data, "model.weights": backbone, "run.precision": precision},
-    )
+    options = {"data.path": data, "model.weights": backbone, "run.precision": precision}
+    chosen = resolved(named_recipe, recipe, "coco_mini", folder, resume, overrides, options)
     from sima_attn.detect.task import train_detector  # slow to import: after the settings are checked
 
     finished = train_detector(chosen, folder, resume=resume, device=device)
@@ -65,28 +50,24 @@ def train_command(
 
 @app.command("eval")
 def eval_command(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, a checkpoint, or weights.")],
-    data: Annotated[str | None, typer.Option(help="Folder in COCO's format. Default: the run's.")] = None,
-    split: Annotated[str, typer.Option(help="train or val, or what the folder has.")] = "val",
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for results.json (COCO's result format) and categories.csv.")
-    ] = None,
-    batch: Annotated[int, typer.Option(help="Batch size.", min=1)] = 2,
-    workers: Annotated[int, typer.Option(help="Worker processes that decode images.", min=0)] = 4,
-    device: Device = "auto",
+    run: Annotated[str, Argument(metavar="RUN", help="A run's folder, a checkpoint, or weights.")],
+    data: Annotated[str | None, Option(help="Folder in COCO's format. Default: the run's.")] = None,
+    split: Annotated[str, Option(help="train or val, or what the folder has.")] = "val",
+    out: Annotated[Path | None, Option(help="Folder for results.json and categories.csv.")] = None,
+    batch: option.BatchSize = 2,
+    workers: Annotated[int, Option(help="Worker processes that decode images.", min=0)] = 4,
+    device: option.Device = "auto",
 ) -> None:
     """AP of boxes and masks as a row of the paper's Table 4, by size, and by category."""
     check_ready()
     from sima_attn.detect.coco import write_results
     from sima_attn.detect.task import evaluate_detector
     from sima_attn.detect.weights import load_detector
-    from sima_attn.report.rows import write_rows
     from sima_attn.reproduce.detection import size_table, table_4
 
     loaded = load_detector(run)
     path = data or loaded.recipe.data.path
     with progress_bar() as progress:
-        task = progress.add_task(f"{split} of {path}", total=None)
         evaluated = evaluate_detector(
             loaded.model,
             loaded.classes,
@@ -96,24 +77,24 @@ def eval_command(
             workers=workers,
             device=resolve_device(device),
             say=progress.console.print,
-            on_step=lambda done, total: progress.update(task, completed=done, total=total),
+            on_step=step_callback(progress, f"{split} of {path}"),
         )
     params = sum(p.numel() for p in loaded.model.parameters())
-    print_table(table_4(loaded.recipe.model.name, params, evaluated.scores), title="Mask R-CNN, Table 4")
-    print_table(size_table(evaluated.scores), title="By the size of the objects")
+    print_table(table_4(loaded.recipe.model.name, params, evaluated.scores), "Mask R-CNN, Table 4")
+    print_table(size_table(evaluated.scores), "By the size of the objects")
     if out is not None:
         write_results(out / "results.json", evaluated.results)
         write_rows(out / "categories.csv", evaluated.scores.categories)
-        console.print(f"Results: {out / 'results.json'}\nCategories: {out / 'categories.csv'}", highlight=False)
+        console.print(f"Results: {out / 'results.json'}\nCategories: {out / 'categories.csv'}")
 
 
 @app.command("predict")
 def predict_command(
-    photo: Annotated[str, typer.Argument(metavar="PHOTO|DIR|GLOB", help="A photo, a folder, or a glob in quotes.")],
-    weights: Annotated[str, typer.Option(help="A run's folder, a checkpoint, or weights.")],
-    out: Annotated[Path, typer.Option(help="Folder for the pictures and detections.json.")] = Path("runs/predict"),
-    threshold: Annotated[float, typer.Option(help="Minimum score to draw.", min=0.0, max=1.0)] = 0.5,
-    device: Device = "auto",
+    photo: Annotated[str, Argument(metavar="PHOTO|DIR|GLOB", help="A photo, a folder, or a glob in quotes.")],
+    weights: Annotated[str, Option(help="A run's folder, a checkpoint, or weights.")],
+    out: Annotated[Path, Option(help="Folder for the pictures and detections.json.")] = Path("runs/predict"),
+    threshold: Annotated[float, Option(help="Minimum score to draw.", min=0.0, max=1.0)] = 0.5,
+    device: option.Device = "auto",
 ) -> None:
     """Draw boxes, masks, class names and scores on photos."""
     check_ready()
@@ -136,8 +117,8 @@ def predict_command(
     for entry in told:
         best = ", ".join(f"{found['class']} {found['score']:.0%}" for found in entry["objects"][:5])
         count = len(entry["objects"])
-        console.print(f"{entry['photo']}: {count} objects{': ' * bool(count)}{best}", highlight=False, soft_wrap=True)
-    console.print(f"Pictures: {out}\nDetections: {out / 'detections.json'}", highlight=False, soft_wrap=True)
+        console.print(f"{entry['photo']}: {count} objects{': ' * bool(count)}{best}")
+    console.print(f"Pictures: {out}\nDetections: {out / 'detections.json'}")
 
 
 @app.command("recipes")
@@ -145,33 +126,24 @@ def recipes_command() -> None:
     """List the recipes of `sima detect train`."""
     from sima_attn.detect.recipes import RECIPES
 
-    for name, make in RECIPES.items():
-        about = (make.__doc__ or "").strip().splitlines()[0]
-        console.print(f"[bold]{name:<18}[/bold]{about}", highlight=False)
+    print_recipes(RECIPES)
 
 
 @bench.app.command("detect")
 def bench_detect_command(
     out: Annotated[
-        Path | None,
-        typer.Option(help="CSV file.", dir_okay=False, show_default=f"{BENCH_FOLDER}/detect_DEVICE.csv"),
+        Path | None, Option(help="CSV file.", dir_okay=False, show_default="runs/bench/detect_DEVICE.csv")
     ] = None,
-    pixels: Pixels = None,
-    device: Device = "auto",
-    seconds: Seconds = 2.0,
+    pixels: option.Pixels = None,
+    device: option.Device = "auto",
+    seconds: option.Seconds = 2.0,
 ) -> None:
     """Backbone and whole detector at 480 to 2048 px: softmax DeiT-S and XCA against their SimA twins."""
     from sima_attn.bench.detect import PIXELS, TWINS, bench_detect, detect_table
-    from sima_attn.report.rows import write_rows
 
     device = resolve_device(device)
-    rows = []
-    file = out or BENCH_FOLDER / f"detect_{device}.csv"
-    with progress_bar() as progress:
-        task = progress.add_task("starting", total=len(TWINS) * len(pixels or PIXELS.get(device, ())))
-        for measured in bench_detect(device, pixels=pixels, seconds=seconds):
-            rows += measured
-            write_rows(file, rows)
-            progress.update(task, advance=1, description=f"{measured[-1].model} {measured[-1].pixels} px")
+    file = out or option.BENCH_FOLDER / f"detect_{device}.csv"
+    total = len(TWINS) * len(pixels or PIXELS[device])
+    rows = bench.measure(lambda show: bench_detect(device, pixels=pixels, seconds=seconds), file, total)
     print_table(detect_table(rows), f"one image, {rows[0].precision}, {rows[0].device}")
-    console.print(f"Rows: {file}", highlight=False, soft_wrap=True)
+    bench.print_paths(rows=file)

@@ -4,11 +4,9 @@
 """
 
 import json
-import math
 import os
 import platform
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,9 +14,12 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from typer import Option
 
+from sima_attn._errors import first_line
 from sima_attn._version import __version__
 from sima_attn.cli._shared import console
+from sima_attn.report.rows import cpu_name
 
 if TYPE_CHECKING:
     import torch
@@ -51,13 +52,6 @@ class Package:
     extras: list[str]  # [""]: always required
     verdict: str  # "ok", "missing" or "wrong version"
 
-    @property
-    def source(self) -> str:
-        """The command that installs the package."""
-        if self.extras == ["cuda"]:
-            return "comes with torch's CUDA builds"
-        return "pip install -U sima-attn" if "" in self.extras else f"pip install -U 'sima-attn[{self.extras[0]}]'"
-
 
 @dataclass(frozen=True)
 class Gpu:
@@ -78,7 +72,6 @@ class Check:
     dtype: str
     error: float | None
     gradient_error: float | None
-    largest: float | None  # allowed error
     verdict: str  # "ok", "wrong", "crashed" or "not here"
     reason: str = ""
 
@@ -106,7 +99,7 @@ class Findings:
 
 @app.command("doctor")
 def doctor_command(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for a bug report.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print JSON, for a bug report.")] = False,
 ) -> None:
     """Check this machine: versions, devices, kernels, missing extras. Exits with 1 if something is wrong."""
     with Console(stderr=True).status("checking"):
@@ -123,79 +116,67 @@ def examine() -> Findings:
     """Check everything. Writes nothing, and needs no network."""
     import torch
 
-    from sima_attn.report.rows import cpu_name
-
     packages = installed_packages()
     checks = run_checks()
-    weights, broken = shipped_weights()
-    findings = Findings(
+    weights, problems = shipped_weights()
+    problems += [
+        f"{p.name} {p.version or 'is missing'}, but sima-attn needs {p.name}{p.needs}: {install_command(p.extras)}"
+        for p in packages
+        if p.verdict == "wrong version" or (p.verdict == "missing" and "" in p.extras)
+    ]
+    problems += [f"{c.backend} on {c.device}, {c.dtype}: {c.reason}" for c in checks if c.failed]
+    # Where a process may use only some of the cores, as in a container.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return Findings(
         sima_attn=__version__,
         python=platform.python_version(),
         system=f"{platform.system()} {platform.machine()}",
-        cpu={"name": cpu_name(), "cores": usable_cores(), "threads": torch.get_num_threads()},
+        cpu={"name": cpu_name(), "cores": cores, "threads": torch.get_num_threads()},
         cuda=cuda_summary(),
         gpus=[describe_gpu(index) for index in range(torch.cuda.device_count())],
         packages=packages,
         checks=checks,
         weights=weights,
+        problems=problems,
     )
-    findings.problems += [
-        f"{p.name} {p.version or 'is missing'}, but sima-attn needs {p.name}{p.needs}: {p.source}"
-        for p in packages
-        if p.verdict == "wrong version" or (p.verdict == "missing" and "" in p.extras)
-    ]
-    findings.problems += [f"{c.backend} on {c.device}, {c.dtype}: {c.reason}" for c in checks if c.failed]
-    findings.problems += broken
-    return findings
 
 
 def installed_packages() -> list[Package]:
     """All required and optional packages of the distribution, and triton, which comes with torch."""
-    from importlib.metadata import PackageNotFoundError, version
+    import re
+    from importlib.metadata import PackageNotFoundError, requires, version
 
     from packaging.requirements import Requirement
 
-    needs: dict[str, str] = {}
-    extras: dict[str, list[str]] = {}
-    for extra, text in declared_requirements():
-        requirement = Requirement(text)
-        needs[requirement.name] = str(requirement.specifier)
-        extras.setdefault(requirement.name, []).append(extra)
-    needs["triton"], extras["triton"] = "", ["cuda"]
+    try:
+        declared = requires("sima-attn") or []
+    except PackageNotFoundError:  # a clone that runs without being installed
+        declared = []
+    needs: dict[str, Requirement] = {"triton": Requirement("triton")}
+    extras: dict[str, list[str]] = {"triton": ["cuda"]}
+    for requirement in map(Requirement, declared):
+        extra = re.search(r"extra == \"([\w-]+)", str(requirement.marker))
+        needs[requirement.name] = requirement
+        extras.setdefault(requirement.name, []).append(extra[1] if extra else "")
     packages = []
-    for name, wanted in needs.items():
+    for name, requirement in needs.items():
         try:
             found = version(name)
         except PackageNotFoundError:
-            packages.append(Package(name, None, wanted, extras[name], "missing"))
+            packages.append(Package(name, None, str(requirement.specifier), extras[name], "missing"))
             continue
         # A torch built from source, such as 2.12.0a0, is accepted.
-        fits = Requirement(f"{name}{wanted}").specifier.contains(found, prereleases=True)
-        packages.append(Package(name, found, wanted, extras[name], "ok" if fits else "wrong version"))
+        fits = requirement.specifier.contains(found, prereleases=True)
+        verdict = "ok" if fits else "wrong version"
+        packages.append(Package(name, found, str(requirement.specifier), extras[name], verdict))
     return packages
 
 
-def declared_requirements() -> list[tuple[str, str]]:
-    """(extra, requirement) of the installed distribution, or of pyproject.toml if it is not installed."""
-    import re
-    import tomllib
-    from importlib.metadata import PackageNotFoundError, requires
-
-    try:
-        lines = [line.partition(";") for line in requires("sima-attn") or []]
-        pairs = [(re.search(r"extra == ['\"]([\w-]+)", marker), text) for text, _, marker in lines]
-        return [(found[1] if found else "", text.strip()) for found, text in pairs]
-    except PackageNotFoundError:
-        project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
-        optional = project["optional-dependencies"].items()
-        return [("", text) for text in project["dependencies"]] + [
-            (extra, text) for extra, texts in optional for text in texts
-        ]
-
-
-def usable_cores() -> int:
-    """Number of cores available to this process."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def install_command(extras: list[str]) -> str:
+    """The command that installs the packages of one of these extras."""
+    if extras == ["cuda"]:
+        return "comes with torch's CUDA builds"
+    return "pip install -U sima-attn" if "" in extras else f"pip install -U 'sima-attn[{extras[0]}]'"
 
 
 def cuda_summary() -> str:
@@ -231,7 +212,7 @@ def kernels_unsupported_reason(device: str) -> str | None:
     try:
         return unsupported_reason(*torch.zeros(3, 1, 1, 1, 16, device=device))
     except RuntimeError as error:  # such as a GPU without free memory
-        return first_line(error)
+        return named_error(error)
 
 
 def run_checks() -> list[Check]:
@@ -249,7 +230,7 @@ def run_checks() -> list[Check]:
             for backend in BACKENDS[1:]:  # all but "auto"
                 reason = kernels_unsupported_reason(device) if backend == "triton" else None
                 if reason is not None:
-                    checks.append(Check(device, backend, "-", None, None, None, "not here", reason))
+                    checks.append(Check(device, backend, "-", None, None, "not here", reason))
                     continue
                 checks += [check_backend(device, backend, dtype) for dtype in LARGEST_ERROR]
     finally:
@@ -265,18 +246,19 @@ def check_backend(device: str, backend: str, dtype: str) -> Check:
     try:
         errors = [order_errors(device, backend, getattr(torch, dtype), order) for order in SHAPES]
     except Exception as error:  # any error of a driver or compiler is reported
-        return Check(device, backend, dtype, None, None, largest, "crashed", first_line(error))
-    forward, gradient = (worst(values) for values in zip(*errors, strict=True))
+        return Check(device, backend, dtype, None, None, "crashed", named_error(error))
+    worst = torch.tensor(errors).amax(0)  # of both orders; NaN if one of them is
+    if not worst.isfinite().all():
+        return Check(device, backend, dtype, None, None, "wrong", "numbers that are not finite")
+    forward, gradient = worst[0].item(), worst[1:].max().item()
     if max(forward, gradient) <= largest:
-        return Check(device, backend, dtype, forward, gradient, largest, "ok")
-    if math.isinf(max(forward, gradient)):
-        return Check(device, backend, dtype, None, None, largest, "wrong", "numbers that are not finite")
+        return Check(device, backend, dtype, forward, gradient, "ok")
     reason = f"off by {forward:.1e}, gradients by {gradient:.1e}; {largest:.0e} is allowed"
-    return Check(device, backend, dtype, forward, gradient, largest, "wrong", reason)
+    return Check(device, backend, dtype, forward, gradient, "wrong", reason)
 
 
-def order_errors(device: str, backend: str, dtype: "torch.dtype", order: str) -> tuple[float, float]:
-    """The errors of the output, computed as in inference, and of the gradients."""
+def order_errors(device: str, backend: str, dtype: "torch.dtype", order: str) -> list[float]:
+    """The errors of the output, computed as in inference, and of the gradients of q, k and v."""
     import torch
 
     from sima_attn.ops import sima_attention, sima_reference
@@ -297,33 +279,22 @@ def order_errors(device: str, backend: str, dtype: "torch.dtype", order: str) ->
 
     got = run(sima_attention, device, dtype, order=order, backend=backend)
     true = run(sima_reference, "cpu", torch.float64)
-    errors = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(got, true, strict=True)]
-    return errors[0], worst(errors[1:])
+    return [float((a - b).abs().max() / b.abs().max()) for a, b in zip(got, true, strict=True)]
 
 
-def worst(errors: Sequence[float]) -> float:
-    """The largest error; NaN counts as infinite."""
-    return max(math.inf if math.isnan(error) else error for error in errors)
-
-
-def first_line(error: Exception) -> str:
-    """An error in one line."""
-    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+def named_error(error: Exception) -> str:
+    """An error in one line, with its class."""
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def shipped_weights() -> tuple[dict[str, str], list[str]]:
     """Model -> description of its weights; and problems of files that cannot be read."""
-    from importlib.util import find_spec
-
     from sima_attn.models.pretrained import WEIGHTS, read_card
 
     weights: dict[str, str] = {}
     broken: list[str] = []
     for path in sorted(WEIGHTS.glob("*.safetensors")):
         size = f"{path.stat().st_size / 1e6:.1f} MB"
-        if find_spec("safetensors") is None:
-            weights[path.stem] = f"{size}; to read it: pip install 'sima-attn[train]'"
-            continue
         try:
             card = read_card(path)
             weights[path.stem] = f"{size}, top-1 {card.top1:.1f} on {card.images} images of {card.size} px"
@@ -345,9 +316,12 @@ def show(findings: Findings) -> None:
     console.print(
         f"[bold]sima-attn {findings.sima_attn}[/bold], Python {findings.python}, {findings.system}\n"
         f"CPU: {cpu['name']}, {cpu['cores']} cores, torch uses {cpu['threads']} threads\n"
-        f"GPU: {findings.cuda}",
-        highlight=False,
+        f"GPU: {findings.cuda}"
     )
+
+    def errors(check: Check) -> list[str]:
+        return ["-" if error is None else f"{error:.0e}" for error in (check.error, check.gradient_error)]
+
     if findings.gpus:
         _print_table(
             "CUDA devices",
@@ -359,22 +333,14 @@ def show(findings: Findings) -> None:
         "sima_attention against the paper's equations in float64",
         ["device", "backend", "dtype", "error", "of gradients", "verdict"],
         [
-            [
-                c.device,
-                c.backend,
-                c.dtype,
-                _short(c.error),
-                _short(c.gradient_error),
-                c.verdict + f": {c.reason}" * bool(c.reason),
-            ]
+            [c.device, c.backend, c.dtype, *errors(c), c.verdict + f": {c.reason}" * bool(c.reason)]
             for c in findings.checks
         ],
     )
-    weights = [f"{name}, {about}" for name, about in findings.weights.items()]
-    for line in weights or ["none are included in this version"]:
-        console.print(f"Weights: {escape(line)}", highlight=False, soft_wrap=True)
+    for name, about in findings.weights.items():
+        console.print(f"Weights: {escape(f'{name}, {about}')}")
     for problem in findings.problems:
-        console.print(f"[bold red]Problem:[/bold red] {escape(problem)}", highlight=False, soft_wrap=True)
+        console.print(f"[bold red]Problem:[/bold red] {escape(problem)}")
     if not findings.problems:
         console.print("[bold green]All checks passed.[/bold green]")
 
@@ -386,16 +352,10 @@ def _by_extra(packages: list[Package]) -> list[list[str]]:
     for extra in [*(extra for extra in PURPOSES if extra in named), *sorted(named - PURPOSES.keys())]:
         mine = [package for package in packages if extra in package.extras]
         here = ", ".join(f"{package.name} {package.version or 'missing'}" for package in mine)
-        missing = [package for package in mine if package.verdict == "missing"]
-        source = replace(missing[0], extras=[extra]).source if missing else ""
-        lines.append(
-            [{"": "(always)", "cuda": "(with torch)"}.get(extra, extra), PURPOSES.get(extra, ""), here, source]
-        )
+        source = install_command([extra]) if any(package.verdict == "missing" for package in mine) else ""
+        shown = {"": "(always)", "cuda": "(with torch)"}.get(extra, extra)
+        lines.append([shown, PURPOSES.get(extra, ""), here, source])
     return lines
-
-
-def _short(error: float | None) -> str:
-    return "-" if error is None else f"{error:.0e}"
 
 
 def _print_table(title: str, header: list[str], lines: list[list[str]]) -> None:
@@ -405,4 +365,4 @@ def _print_table(title: str, header: list[str], lines: list[list[str]]) -> None:
         table.add_column(heading, overflow="fold")
     for line in lines:
         table.add_row(*(escape(cell) for cell in line))
-    console.print(table)
+    console.print(table, soft_wrap=False)

@@ -1,16 +1,19 @@
 """`sima heatmap` and `sima explain`: what a model looks at, in pictures and numbers."""
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
+from typer import Argument, Option
 
 from sima_attn._devices import resolve_device
-from sima_attn.cli._shared import console, print_table, progress_bar, teller
-from sima_attn.data.images import find_photos, unique_name
+from sima_attn.cli import _options as option
+from sima_attn.cli._shared import console, note, print_table, progress_bar, teller
+from sima_attn.data.images import find_photos, open_photos, unique_name
+from sima_attn.report.figures import check_can_plot
+from sima_attn.report.rows import write_rows
+from sima_attn.report.tables import TextTable
 
 if TYPE_CHECKING:
     from sima_attn.explain import PhotoModel
@@ -18,46 +21,33 @@ if TYPE_CHECKING:
 app = typer.Typer()
 group = typer.Typer(help="Look inside a model: effect of one token, attention statistics, deletion test.")
 
-Photos = Annotated[list[Path], typer.Argument(metavar="PHOTO...", help="Image files, or folders of them.")]
-ModelOption = Annotated[
-    str | None,
-    typer.Option(
-        help="A timm model name, NAME=WEIGHTS, a run's folder or a checkpoint. Default: the model in the package."
-    ),
-]
-Compare = Annotated[
-    list[str] | None, typer.Option(help="Another model to compare with, such as the softmax twin; repeat for several.")
-]
+Photos = Annotated[list[Path], Argument(metavar="PHOTO...", help="Image files, or folders of them.")]
+Compare = Annotated[list[str] | None, Option(help="A model to compare with; repeat for several.")]
 SizeOption = Annotated[
     int | None,
-    typer.Option(
-        help="Side in pixels; the photo enters with the area of such a square.", show_default="as trained", min=1
-    ),
+    Option(help="Side in pixels; a photo enters with the area of that square.", show_default="as trained", min=1),
 ]
-LayersOption = Annotated[str, typer.Option(help="A number from 0, or from the end if negative; or all.")]
-PartsOption = Annotated[
-    list[str] | None, typer.Option(help="q (queries) or k (keys); repeat for both.", show_default="both")
-]
-DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+LayersOption = Annotated[str, Option(help="A number from 0, or from the end if negative; or all.")]
+PartsOption = Annotated[list[str] | None, Option(help="q (queries) or k (keys); repeat for both.", show_default="both")]
 
 
 @app.command("heatmap")
 def heatmap_command(
     photos: Photos,
-    model: ModelOption = None,
+    model: option.Model = None,
     compare: Compare = None,
     layer: LayersOption = "-1",
     of: PartsOption = None,
-    out: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path("runs/heatmaps"),
+    out: Annotated[Path, Option(help="Folder for the pictures.")] = Path("runs/heatmaps"),
     size: SizeOption = None,
-    opacity: Annotated[float, typer.Option(help="Opacity of the map over the photo.", min=0.0, max=1.0)] = 0.55,
-    cell: Annotated[int, typer.Option(help="Side in pixels of a picture in the sheets.", min=80)] = 240,
-    raw: Annotated[bool, typer.Option("--raw", help="Write the token scores too (.npz).")] = False,
-    device: DeviceOption = "auto",
+    opacity: Annotated[float, Option(help="Opacity of the map over the photo.", min=0.0, max=1.0)] = 0.55,
+    cell: Annotated[int, Option(help="Side in pixels of a picture in the sheets.", min=80)] = 240,
+    raw: Annotated[bool, Option("--raw", help="Write the token scores too (.npz).")] = False,
+    device: option.Device = "auto",
 ) -> None:
     """Draw heat maps: the norms of the queries and keys over the photo."""
     layers = _layers(layer)
-    loaded = _load([model, *(compare or [])], device)
+    loaded = load_models([model, *(compare or [])], device)
     from sima_attn.explain.gallery import Gallery
 
     gallery = Gallery(loaded, layers, of or ("q", "k"), size, opacity, cell)
@@ -76,21 +66,19 @@ def heatmap_command(
 
 @group.command("effect")
 def effect_command(
-    photo: Annotated[Path, typer.Argument(help="An image file.")],
-    patch: Annotated[str, typer.Option(metavar="ROW,COLUMN", help="The patch, counted from 0,0 at the top left.")],
-    model: ModelOption = None,
+    photo: Annotated[Path, Argument(help="An image file.")],
+    patch: Annotated[str, Option(metavar="ROW,COLUMN", help="The patch, counted from 0,0 at the top left.")],
+    model: option.Model = None,
     compare: Compare = None,
-    layer: Annotated[int, typer.Option(help="A number from 0, or from the end if negative.")] = -1,
-    out: Annotated[
-        Path | None, typer.Option(help="The picture.", show_default="runs/heatmaps/PHOTO_effect.png")
-    ] = None,
+    layer: Annotated[int, Option(help="A number from 0, or from the end if negative.")] = -1,
+    out: Annotated[Path | None, Option(help="The picture.", show_default="runs/heatmaps/PHOTO_effect.png")] = None,
     size: SizeOption = None,
-    cell: Annotated[int, typer.Option(help="Side in pixels of a picture.", min=80)] = 420,
-    device: DeviceOption = "auto",
+    cell: Annotated[int, Option(help="Side in pixels of a picture.", min=80)] = 420,
+    device: option.Device = "auto",
 ) -> None:
     """Draw the contribution of every patch to one patch: red is positive, blue is negative."""
     place = _patch(patch)
-    loaded = _load([model, *(compare or [])], device)
+    loaded = load_models([model, *(compare or [])], device)
     from sima_attn.explain.gallery import write_effect
 
     target = out or Path("runs/heatmaps") / f"{photo.stem}_effect.png"
@@ -100,22 +88,17 @@ def effect_command(
 @group.command("statistics")
 def statistics_command(
     photos: Photos,
-    model: ModelOption = None,
+    model: option.Model = None,
     compare: Compare = None,
-    out: Annotated[Path, typer.Option(help="Folder for the rows and the plot.")] = Path("runs/attention"),
+    out: Annotated[Path, Option(help="Folder for the rows and the plot.")] = Path("runs/attention"),
     size: SizeOption = None,
-    device: DeviceOption = "auto",
+    device: option.Device = "auto",
 ) -> None:
     """Per layer, the share of negative attention entries and of the largest channel."""
-    from sima_attn.report.figures import check_can_plot
-
     check_can_plot()
-    loaded = _load([model, *(compare or [])], device)
+    loaded = load_models([model, *(compare or [])], device)
     from sima_attn.explain.effects import AttentionRow, attention_statistics
     from sima_attn.explain.figures import plot_statistics
-    from sima_attn.explain.gallery import read_photos
-    from sima_attn.report.rows import write_rows
-    from sima_attn.report.tables import TextTable
 
     files = find_photos(photos)
     rows: list[AttentionRow] = []
@@ -124,7 +107,8 @@ def statistics_command(
         task = progress.add_task("reading", total=len(files) * len(loaded))
         for one in loaded:
             say = (lambda line: None) if rows else teller(progress.console)  # report broken photos once
-            readings = read_photos(one, files, size, say=say, on_photo=lambda path: progress.advance(task))
+            opened = open_photos(files, say=say, on_photo=lambda path: progress.advance(task))
+            readings = [one.read(photo, size) for _, photo in opened]
             rows += attention_statistics(readings, unique_name(one.name, names))
     write_rows(out / "statistics.csv", rows)
     plot_statistics(rows, out / "statistics.png")
@@ -139,27 +123,23 @@ def statistics_command(
 
 @group.command("deletion")
 def deletion_command(
-    data: Annotated[str, typer.Option(help="Folder of the images, or digits; their val split is used.")],
-    model: ModelOption = None,
-    images: Annotated[int, typer.Option(help="How many images.", min=1)] = 200,
+    data: Annotated[str, Option(help="Folder of the images, or digits; their val split is used.")],
+    model: option.Model = None,
+    images: Annotated[int, Option(help="How many images.", min=1)] = 200,
     of: PartsOption = None,
     layer: LayersOption = "-1",
-    steps: Annotated[int, typer.Option(help="From no patch hidden to all.", min=1)] = 10,
-    batch: Annotated[int, typer.Option(help="Batch size.", min=1)] = 32,
-    out: Annotated[Path, typer.Option(help="Folder for the rows and the curve.")] = Path("runs/deletion"),
-    device: DeviceOption = "auto",
+    steps: Annotated[int, Option(help="From no patch hidden to all.", min=1)] = 10,
+    batch: option.BatchSize = 32,
+    out: Annotated[Path, Option(help="Folder for the rows and the curve.")] = Path("runs/deletion"),
+    device: option.Device = "auto",
 ) -> None:
     """Deletion test: hide the highest, lowest or random patches and measure the right class."""
-    from sima_attn.report.figures import check_can_plot
-
     check_can_plot()
     layers = _layers(layer)
-    (loaded,) = _load([model], device)
+    (loaded,) = load_models([model], device)
     from sima_attn.explain.deletion import deletion_test, validation_batches
     from sima_attn.explain.figures import plot_deletion
     from sima_attn.explain.reading import PARTS, read_attention
-    from sima_attn.report.rows import write_rows
-    from sima_attn.report.tables import TextTable
 
     parts = of or PARTS
     with progress_bar() as progress:
@@ -191,11 +171,8 @@ def deletion_command(
     _say_written([out / "deletion.csv", out / "deletion.png"])
 
 
-def _load(models: list[str | None], device: str) -> list["PhotoModel"]:
+def load_models(models: list[str | None], device: str) -> list["PhotoModel"]:
     """Load the models by name, run or file; warns about a model without trained weights."""
-    missing = [name for name in ("PIL",) if find_spec(name) is None]
-    if missing:
-        raise ValueError("pictures need Pillow, which is not installed: pip install 'sima-attn[train]'")
     with Console(stderr=True).status("loading"):
         from sima_attn.explain.photo_model import UNTRAINED, load_photo_model
 
@@ -203,12 +180,15 @@ def _load(models: list[str | None], device: str) -> list["PhotoModel"]:
         loaded = [load_photo_model(name, device=device) for name in models]
     for one in loaded:
         if not one.trained:
-            Console(stderr=True).print(f"[yellow]note:[/yellow] {escape(one.name)} {UNTRAINED}", highlight=False)
+            note(f"{one.name} {UNTRAINED}")
     return loaded
 
 
 def _layers(text: str) -> list[int] | None:
-    return None if text == "all" else [_number(text)]
+    try:
+        return None if text == "all" else [int(text)]
+    except ValueError:
+        raise ValueError(f"--layer is a whole number or all, got {text!r}") from None
 
 
 def _patch(text: str) -> tuple[int, int]:
@@ -219,15 +199,8 @@ def _patch(text: str) -> tuple[int, int]:
     return row, column
 
 
-def _number(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"expected a whole number, got {text!r}") from None
-
-
 def _say_written(paths: list[Path]) -> None:
     for path in paths[-6:]:
-        console.print(f"Written: {path}", highlight=False, soft_wrap=True)
+        console.print(f"Written: {path}")
     if len(paths) > 6:
-        console.print(f"and {len(paths) - 6} more in the same folder", highlight=False)
+        console.print(f"and {len(paths) - 6} more in the same folder")

@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from typer import Argument, Option
 
+from sima_attn.cli import _options as option
 from sima_attn.cli._shared import console, print_table, progress_bar, teller
 from sima_attn.data.images import find_photos, open_photos
+from sima_attn.report.rows import read_rows, write_rows
 
 if TYPE_CHECKING:
-    from sima_attn.models.loading import LoadedModel
     from sima_attn.models.preprocessing import Preprocessing
 
 app = typer.Typer()
@@ -19,29 +21,17 @@ app = typer.Typer()
 
 @app.command("export")
 def export_command(
-    model: Annotated[
-        str, typer.Argument(metavar="RUN_OR_MODEL", help="A run's folder, a checkpoint, weights, or a model name.")
-    ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The .onnx file to write.")],
-    size: Annotated[
-        int | None, typer.Option(help="Image side in pixels. Default: the model's own.", min=1, show_default=False)
-    ] = None,
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="Weights for a model name: .pth, .pt or .safetensors.", show_default=False)
-    ] = None,
-    pretrained: Annotated[bool, typer.Option("--pretrained", help="The weights that come with a model name.")] = False,
-    dynamic: Annotated[str, typer.Option(help="Dynamic axes: batch, size, or batch,size.")] = "",
-    preprocess: Annotated[
-        bool, typer.Option("--preprocess", help="Resize, crop and normalise inside the graph: the input is a photo.")
-    ] = False,
-    labels: Annotated[Path | None, typer.Option(help="Names of the classes, one per line.", show_default=False)] = None,
-    order: Annotated[str, typer.Option(help="auto, kv or qk; auto is the cheaper one at this size.")] = "auto",
-    images: Annotated[
-        Path | None, typer.Option(help="Folder of images to compare on, besides random ones.", show_default=False)
-    ] = None,
-    fail_on_exp: Annotated[
-        bool, typer.Option("--fail-on-exp", help="Write nothing if the graph has an exp-like node.")
-    ] = False,
+    model: option.RunOrModel,
+    out: Annotated[Path, Option("--out", "-o", help="The .onnx file to write.")],
+    size: Annotated[int | None, Option(help="Image side in pixels. Default: the model's own.", min=1)] = None,
+    checkpoint: Annotated[Path | None, Option(help="Weights for a model name: .pth or .safetensors.")] = None,
+    pretrained: Annotated[bool, Option("--pretrained", help="The weights that come with a model name.")] = False,
+    dynamic: Annotated[str, Option(help="Dynamic axes: batch, size, or batch,size.")] = "",
+    preprocess: Annotated[bool, Option("--preprocess", help="The input is a photo: prepare it in the graph.")] = False,
+    labels: Annotated[Path | None, Option(help="Names of the classes, one per line.")] = None,
+    order: Annotated[str, Option(help="auto, kv or qk; auto is the cheaper one at this size.")] = "auto",
+    images: Annotated[Path | None, Option(help="Folder of images to compare on, besides random ones.")] = None,
+    fail_on_exp: Annotated[bool, Option("--fail-on-exp", help="Fail if the graph has an exp-like node.")] = False,
 ) -> None:
     """Write a model as an ONNX file, compared with torch and audited for exp()."""
     with Console(stderr=True).status(f"exporting {model}"):
@@ -60,7 +50,7 @@ def export_command(
             order=order,
             preprocessing=preprocess,
             prepare=prepare,
-            labels=_read_labels(labels) if labels is not None else _labels(loaded),
+            labels=_read_labels(labels) if labels is not None else None,
             check_images=_read_images(images, prepare, preprocess) if images is not None else None,
             fail_on_exp=fail_on_exp,
             name=loaded.name,
@@ -68,38 +58,32 @@ def export_command(
     *facts, last = report.lines()
     weights = checkpoint or ("those of the package" if pretrained else model if loaded.trained else "random")
     for fact in [*facts, f"weights: {weights}"]:
-        console.print(fact, highlight=False, soft_wrap=True)
-    console.print(f"[bold]{last}[/bold]", highlight=False, soft_wrap=True)
+        console.print(fact)
+    console.print(f"[bold]{last}[/bold]")
 
 
 @app.command("quantize")
 def quantize_command(
     models: Annotated[
         list[str],
-        typer.Argument(metavar="FILE_OR_RUN...", help="float32 files of `sima export`, or folders of `sima train`."),
+        Argument(metavar="FILE_OR_RUN...", help="float32 files of `sima export`, or folders of `sima train`."),
     ],
-    data: Annotated[
-        str, typer.Option(help="Images: what `sima train --data` takes, or a folder of image files without labels.")
-    ],
+    data: Annotated[str, Option(help="What `sima train --data` takes, or a folder of image files.")],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The int8 file, for one input.", show_default="NAME.int8.onnx")
+        Path | None, Option("--out", "-o", help="The int8 file, for one input.", show_default="NAME.int8.onnx")
     ] = None,
-    calibrate: Annotated[int, typer.Option(help="Training images that set the ranges.", min=1)] = 256,
-    compare: Annotated[int, typer.Option(help="Val images on which int8 and float32 are compared.", min=0)] = 1000,
+    calibrate: Annotated[int, Option(help="Training images that set the ranges.", min=1)] = 256,
+    compare: Annotated[int, Option(help="Val images on which int8 and float32 are compared.", min=0)] = 1000,
     reduce_range: Annotated[
-        bool, typer.Option("--reduce-range", help="7-bit weights, for x86 processors without VNNI.")
+        bool, Option("--reduce-range", help="7-bit weights, for x86 processors without VNNI.")
     ] = False,
-    rows: Annotated[
-        Path | None,
-        typer.Option(help="CSV file for the report; rows of other models in it are kept.", show_default=False),
-    ] = None,
+    rows: Annotated[Path | None, Option(help="CSV file; rows of other models in it are kept.")] = None,
 ) -> None:
     """Quantize ONNX files to int8 and compare size and accuracy with float32."""
     if out is not None and len(models) > 1:
         raise ValueError(f"--out names one file, and there are {len(models)}: omit it to write NAME.int8.onnx for each")
     from sima_attn.export.onnx import check_installed
     from sima_attn.export.quantize import FileRow, metadata_of, open_images, quantize_onnx, quantize_table
-    from sima_attn.report.rows import read_rows, write_rows
 
     check_installed()
     for name in models:
@@ -130,7 +114,7 @@ def quantize_command(
                 write_rows(rows, [*(row for row in kept if row.model not in new), *found])
     print_table(quantize_table(found), title=f"int8 against float32, ranges from {found[-1].calibration_images} images")
     if rows is not None:
-        console.print(f"Rows: {rows}", highlight=False)
+        console.print(f"Rows: {rows}")
 
 
 def _exported_run(folder: Path) -> Path:
@@ -139,14 +123,9 @@ def _exported_run(folder: Path) -> Path:
     from sima_attn.models.loading import load_model
 
     loaded = load_model(folder)
-    path, how = folder / "model.onnx", loaded.preprocessing
-    options: dict[str, Any] = {"dynamic": ("batch",), "prepare": how, "labels": _labels(loaded), "name": loaded.name}
-    export_onnx(loaded.model, path, input_size=how.size, **options)
+    path = folder / "model.onnx"
+    export_onnx(loaded.model, path, input_size=loaded.preprocessing.size, dynamic=("batch",), name=loaded.name)
     return path
-
-
-def _labels(loaded: "LoadedModel") -> list[str] | None:
-    return None if loaded.classes is None else [loaded.words.get(name, name) for name in loaded.classes]
 
 
 def _read_labels(path: Path) -> list[str]:

@@ -5,26 +5,23 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from typer import Argument, Option
 
-from sima_attn.cli._shared import console, print_table, progress_bar
+from sima_attn.cli._shared import console, print_table
+from sima_attn.report.rows import write_rows
 
 app = typer.Typer()
 
 
 @app.command("models")
 def models_command(
-    out: Annotated[Path | None, typer.Option(help="CSV file for the counts.", dir_okay=False)] = None,
+    out: Annotated[Path | None, Option(help="CSV file for the counts.", dir_okay=False)] = None,
 ) -> None:
     """Print Table 1 of the paper: our models, counted exactly, beside what the paper prints."""
-    with progress_bar() as progress:
-        task = progress.add_task("importing", total=None)
-        from sima_attn.report.rows import write_rows
-        from sima_attn.reproduce.paper_models import TABLE_1
+    with Console(stderr=True).status("importing") as status:
         from sima_attn.reproduce.table_1 import count_models, table_1
 
-        progress.update(task, total=len(TABLE_1), completed=-1)
-        rows = count_models(on_step=lambda name: progress.update(task, advance=1, description=name))
-        progress.update(task, advance=1)
+        rows = count_models(on_step=status.update)
     if out is not None:
         write_rows(out, rows)
     print_table(
@@ -36,23 +33,21 @@ def models_command(
 
 @app.command("audit")
 def audit_command(
-    model: Annotated[str, typer.Argument(metavar="NAME_OR_FILE", help="A timm model name, or an .onnx file.")],
-    size: Annotated[int | None, typer.Option(help="Image side in pixels. Default: the model's own.", min=1)] = None,
-    by_module: Annotated[
-        bool, typer.Option("--by-module", help="One line for each module that has exp-like calls.")
-    ] = False,
-    fail_on_exp: Annotated[bool, typer.Option("--fail-on-exp", help="Exit with 1 if a call is exp-like.")] = False,
+    model: Annotated[str, Argument(metavar="NAME_OR_FILE", help="A timm model name, or an .onnx file.")],
+    size: Annotated[int | None, Option(help="Image side in pixels. Default: the model's own.", min=1)] = None,
+    by_module: Annotated[bool, Option("--by-module", help="One line for each module that has exp-like calls.")] = False,
+    fail_on_exp: Annotated[bool, Option("--fail-on-exp", help="Exit with 1 if a call is exp-like.")] = False,
 ) -> None:
     """Count a model's parameters, MACs and memory, and every exp-like call in it."""
     with Console(stderr=True).status(f"auditing {model}"):
         from sima_attn.auditing.model import audit_named
 
         report = audit_named(model, size)
-    console.print(f"[bold]{report.name}[/bold]", highlight=False)
+    console.print(f"[bold]{report.name}[/bold]")
     for fact in report.facts().split("; "):
-        console.print(f"  {fact}", highlight=False)
+        console.print(f"  {fact}")
     if report.calls:
         print_table(report.table(by_module), title=f"exp-like calls in {report.name}")
-    console.print(f"[bold]{report.summary()}[/bold]", highlight=False, soft_wrap=True)
+    console.print(f"[bold]{report.summary()}[/bold]")
     if fail_on_exp and not report.is_exp_free:
         raise typer.Exit(1)

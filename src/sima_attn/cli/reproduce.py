@@ -5,11 +5,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from sima_attn._devices import resolve_device
 from sima_attn._files import atomic_write
-from sima_attn.cli._shared import console, print_table, progress_bar
+from sima_attn.cli import _options as option
+from sima_attn.cli._shared import console, print_table, progress_bar, teller
 from sima_attn.cli.train import check_installed
+from sima_attn.report.figures import check_can_plot
 from sima_attn.train.stopping import RunInterrupted
 
 if TYPE_CHECKING:
@@ -17,11 +20,10 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Run the paper's comparisons again.", no_args_is_help=True)
 
-DataFolder = Annotated[str, typer.Option(help="Folder of 64-pixel images, e.g. Tiny ImageNet.")]
-OutFolder = Annotated[Path, typer.Option(help="Folder for the runs, rows, tables and the figure.")]
-RunNames = Annotated[list[str] | None, typer.Option(help="Name of a run; repeat for several. Default: all.")]
-Jobs = Annotated[int, typer.Option(help="Number of runs that share the device.", min=1)]
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+DataFolder = Annotated[str, Option(help="Folder of 64-pixel images, e.g. Tiny ImageNet.")]
+OutFolder = Annotated[Path, Option(help="Folder for the runs, rows, tables and the figure.")]
+RunNames = Annotated[list[str] | None, Option(help="Name of a run; repeat for several. Default: all.")]
+Jobs = Annotated[int, Option(help="Number of runs that share the device.", min=1)]
 
 
 @app.command("miniature")
@@ -29,12 +31,12 @@ def miniature_command(
     data: DataFolder,
     out: OutFolder = Path("runs/miniature"),
     only: RunNames = None,
-    epochs: Annotated[int | None, typer.Option(help="Epochs of each run.", min=2, show_default="60")] = None,
+    epochs: Annotated[int | None, Option(help="Epochs of each run.", min=2, show_default="60")] = None,
     seeds: Annotated[
-        list[int], typer.Option("--seed", help="Seeds of the headline pair; other runs use the first. Repeat.")
+        list[int], Option("--seed", help="Seeds of the headline pair; other runs use the first. Repeat.")
     ] = [0, 1],  # noqa: B006
     jobs: Jobs = 1,
-    device: Device = "auto",
+    device: option.Device = "auto",
 ) -> None:
     """The paper's ablations on small images: tables and a figure. Run the same command again to resume."""
     check_installed()
@@ -49,9 +51,9 @@ def dino_command(
     data: DataFolder,
     out: OutFolder = Path("runs/dino-miniature"),
     only: RunNames = None,
-    epochs: Annotated[int | None, typer.Option(help="Epochs of each run.", min=1, show_default="100")] = None,
+    epochs: Annotated[int | None, Option(help="Epochs of each run.", min=1, show_default="100")] = None,
     jobs: Jobs = 1,
-    device: Device = "auto",
+    device: option.Device = "auto",
 ) -> None:
     """The paper's self-supervised comparison on small images: tables and a figure. Run it again to resume."""
     check_installed()
@@ -70,7 +72,6 @@ def run_grid(
         report: Module with `tables` and `plot` for the grid's rows.
     """
     from sima_attn.data.sources import open_data
-    from sima_attn.report.figures import check_can_plot
 
     check_can_plot()
     for split in ("train", "val"):
@@ -78,7 +79,7 @@ def run_grid(
     try:
         make_runs(grid, runs, out, data, resolve_device(device), jobs)
     except RunInterrupted:
-        console.print("Run the same command again to resume the grid.", highlight=False)
+        console.print("Run the same command again to resume the grid.")
         raise
     rows = grid.read_collected(out)
     tables = report.tables(*rows)
@@ -87,7 +88,7 @@ def run_grid(
     report.plot(*rows, figure)
     for title, table in tables.items():
         print_table(table, title=title)
-    console.print(f"Rows, tables.md and {figure.name}: {out}", highlight=False, soft_wrap=True)
+    console.print(f"Rows, tables.md and {figure.name}: {out}")
 
 
 def make_runs(grid: "Grid", runs: list[Any], out: Path, data: str, device: str, jobs: int) -> None:
@@ -96,13 +97,13 @@ def make_runs(grid: "Grid", runs: list[Any], out: Path, data: str, device: str, 
         numbers = itertools.count(1)
 
         def announce(run: Any) -> None:
-            console.print(f"run {next(numbers)} of {len(runs)}: {run.folder} ({run.about})", highlight=False)
+            console.print(f"run {next(numbers)} of {len(runs)}: {run.folder} ({run.about})")
 
         for _, row in grid.make_runs(runs, out, data, device=device, on_start=announce):
-            console.print(f"  {row.summary()}", highlight=False)
+            console.print(f"  {row.summary()}")
         return
     with progress_bar() as bar:
         task = bar.add_task(f"{jobs} runs at a time", total=len(runs))
         for run, row in grid.make_runs(runs, out, data, device=device, jobs=jobs):
             bar.update(task, advance=1)
-            bar.console.print(f"{run.folder}: {row.summary()}", highlight=False)
+            teller(bar.console)(f"{run.folder}: {row.summary()}")

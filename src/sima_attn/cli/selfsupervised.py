@@ -1,13 +1,21 @@
 """`sima dino`, `sima knn` and `sima linear`."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
 from sima_attn._devices import resolve_device
-from sima_attn.cli._shared import console, print_table, progress_bar, teller
+from sima_attn._errors import unknown_name
+from sima_attn._settings import PositiveFloat, check_value
+from sima_attn.cli import _options as option
+from sima_attn.cli._shared import console, print_table, progress_bar, step_callback, teller
 from sima_attn.cli.train import CompileOption, CudaGraphOption, check_installed, resolved, say_finished
+from sima_attn.report.figures import check_can_plot
+from sima_attn.report.rows import write_rows
+from sima_attn.report.tables import TextTable
 
 if TYPE_CHECKING:
     from torch import nn
@@ -18,62 +26,33 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 DEFAULT_RUN = "runs/dino-digits"
-RunOrModel = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN_OR_MODEL",
-        help="A run's folder, a checkpoint, weights, or a model name (the package's weights, or random).",
-    ),
-]
-DataOption = Annotated[str | None, typer.Option(help="Folder of the images, or digits. Default: the run's.")]
-SizeOption = Annotated[int | None, typer.Option(help="Image side in pixels. Default: the training size.", min=1)]
-BranchOption = Annotated[str, typer.Option(help="teacher, or the student of a DINO checkpoint.")]
+SizeOption = Annotated[int | None, Option(help="Image side in pixels. Default: the training size.", min=1)]
+BranchOption = Annotated[str, Option(help="teacher, or the student of a DINO checkpoint.")]
 CacheOption = Annotated[
-    Path | None, typer.Option(help="Folder for the stored features.", show_default="RUN/features, or runs/features")
+    Path | None, Option(help="Folder for the stored features.", show_default="RUN/features, or runs/features")
 ]
-DtypeOption = Annotated[str, typer.Option(help="dtype of the stored features: float16 or float32.")]
-BatchOption = Annotated[int, typer.Option(help="Batch size.", min=1)]
-WorkersOption = Annotated[int | None, typer.Option(help="Worker processes that decode images.", min=0)]
-DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+DtypeOption = Annotated[str, Option(help="dtype of the stored features: float16 or float32.")]
 
 
 @app.command("dino")
 def dino_command(
-    recipe: Annotated[
-        str | None,
-        typer.Option(
-            help="digits, miniature, xcit_small_12, xcit_small_12_xca or vit_small. Default: digits.",
-            show_default=False,
-        ),
-    ] = None,
-    data: Annotated[str | None, typer.Option(help="Folder of the images, or digits. Default: the recipe's.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the run.", show_default="runs/dino-RECIPE")] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="NAME=VALUE", help="A setting of the recipe, e.g. model.attention=xca."),
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in the folder.")] = False,
-    device: DeviceOption = "auto",
-    precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16. Default: the recipe's.")] = None,
+    recipe: Annotated[str | None, Option(help="Name of a recipe, see `sima recipes`. Default: digits.")] = None,
+    data: option.Data = None,
+    out: Annotated[Path | None, Option(help="Folder of the run.", show_default="runs/dino-RECIPE")] = None,
+    overrides: option.Settings = None,
+    resume: option.Resume = False,
+    device: option.Device = "auto",
+    precision: option.Precision = None,
     compile_: CompileOption = False,
     cuda_graph: CudaGraphOption = False,
 ) -> None:
     """Learn features without labels (DINO). Runs on all processes of torchrun; after an interruption, add --resume."""
     check_installed()
-    from sima_attn.dino.recipes import DinoRecipe, named_dino_recipe
+    from sima_attn.dino.recipes import named_dino_recipe
 
     folder = out or Path("runs") / f"dino-{recipe or 'digits'}"
     options = {"data.path": data, "run.precision": precision, "run.compile": compile_, "run.cuda_graph": cuda_graph}
-    chosen = resolved(
-        recipe,
-        "digits",
-        folder,
-        kind=DinoRecipe,
-        named=named_dino_recipe,
-        resume=resume,
-        overrides=overrides,
-        options=options,
-    )
+    chosen = resolved(named_dino_recipe, recipe, "digits", folder, resume, overrides, options)
     from sima_attn.dino.task import train_dino  # slow to import: after the settings are checked
 
     finished = train_dino(chosen, folder, resume=resume, device=device)
@@ -82,34 +61,29 @@ def dino_command(
 
 @app.command("knn")
 def knn_command(
-    model: RunOrModel = DEFAULT_RUN,
-    data: DataOption = None,
+    model: option.RunOrModel = DEFAULT_RUN,
+    data: option.DataOfRun = None,
     k: Annotated[
-        list[int] | None, typer.Option("-k", help="Neighbours; repeat for several.", show_default="10, 20, 100, 200")
+        list[int] | None, Option("-k", help="Neighbours; repeat for several.", show_default="10, 20, 100, 200")
     ] = None,
-    temperature: Annotated[float, typer.Option(help="Temperature T of the weights exp(cosine / T).")] = 0.07,
+    temperature: Annotated[float, Option(help="Temperature T of the weights exp(cosine / T).")] = 0.07,
     size: SizeOption = None,
     branch: BranchOption = "teacher",
-    picture: Annotated[Path | None, typer.Option(help="PNG of the nearest neighbours of six val images.")] = None,
-    map_: Annotated[Path | None, typer.Option("--map", help="PNG of the val features of ten classes.")] = None,
-    method: Annotated[str, typer.Option("--map-method", help="pca, or tsne (scikit-learn).")] = "pca",
-    out: Annotated[Path | None, typer.Option(help="CSV file for the rows.")] = None,
+    picture: Annotated[Path | None, Option(help="PNG of the nearest neighbours of six val images.")] = None,
+    map_: Annotated[Path | None, Option("--map", help="PNG of the val features of ten classes.")] = None,
+    method: Annotated[str, Option("--map-method", help="pca, or tsne (scikit-learn).")] = "pca",
+    out: Annotated[Path | None, Option(help="CSV file for the rows.")] = None,
     cache: CacheOption = None,
     dtype: DtypeOption = "float16",
-    batch: BatchOption = 256,
-    workers: WorkersOption = None,
-    device: DeviceOption = "auto",
+    batch: option.BatchSize = 256,
+    workers: option.Workers = None,
+    device: option.Device = "auto",
 ) -> None:
     """k-NN accuracy of frozen features: val images classified by their nearest training images."""
-    from sima_attn._errors import unknown_name
-    from sima_attn._settings import PositiveFloat, check_value
     from sima_attn.data.sources import class_words
     from sima_attn.probe.feature_map import MAPS, plot_feature_map
     from sima_attn.probe.features import load_backbone
     from sima_attn.probe.knn import knn_accuracy, plot_neighbours
-    from sima_attn.report.figures import check_can_plot
-    from sima_attn.report.rows import write_rows
-    from sima_attn.report.tables import TextTable
 
     if method not in MAPS:
         raise unknown_name("map", method, MAPS)
@@ -119,9 +93,10 @@ def knn_command(
             check_can_plot(figure)
     device = resolve_device(device)
     backbone = load_backbone(model, branch=branch)
-    extractor = FeatureExtractor(model, backbone, data, size, cache, dtype, batch, workers, device)
-    train, bank = extractor(backbone.model, "train")
-    val, queries = extractor(backbone.model, "val")
+    options = {"dtype": dtype, "batch": batch, "device": device}
+    (train, val), (bank, queries) = extract_splits(
+        backbone.model, model, backbone, data, size, cache, workers, **options
+    )
     counts = k or [count for count in (10, 20, 100, 200) if count <= len(bank.values)] or [len(bank.values)]
     with progress_bar() as bar:
         rows = knn_accuracy(
@@ -133,58 +108,48 @@ def knn_command(
             k=counts,
             temperature=temperature,
             device=device,
-            on_step=_mover(bar, "neighbours"),
+            on_step=step_callback(bar, "neighbours"),
         )
     lines = [[str(r.k), f"{r.top1:.2f}", f"{r.top5:.2f}", f"{r.images}", f"{r.bank}"] for r in rows]
     print_table(TextTable(["k", "top-1", "top-5", "images", "bank"], lines, set()), title=f"k-NN of {model}")
     if out is not None:
         write_rows(out, rows)
-        console.print(f"Rows: {out}", highlight=False, soft_wrap=True)
-    name, words = Path(model).name, class_words(extractor.path)
+        console.print(f"Rows: {out}")
+    name, words = Path(model).name, class_words(data or backbone.data.path)
     bank, queries = (f._replace(classes=[words.get(c, c) for c in f.classes]) for f in (bank, queries))
     if picture is not None:
         plot_neighbours(queries, val, bank, train, picture, device=device, title=f"Nearest neighbours under {name}")
-        console.print(f"Picture: {picture}", highlight=False, soft_wrap=True)
+        console.print(f"Picture: {picture}")
     if map_ is not None:
         plot_feature_map(queries, map_, method=method, title=f"Features of {name}, {method}")
-        console.print(f"Map: {map_}", highlight=False, soft_wrap=True)
+        console.print(f"Map: {map_}")
 
 
 @app.command("linear")
 def linear_command(
-    model: RunOrModel = DEFAULT_RUN,
-    data: DataOption = None,
-    features: Annotated[
-        str, typer.Option(help="layers: tokens of the last layers, as in the paper; output: the output of the model.")
-    ] = "layers",
-    layers: Annotated[int | None, typer.Option(help="Number of layers.", show_default="2 in XCiT, 4 elsewhere")] = None,
-    norm: Annotated[bool, typer.Option(help="Pass the tokens through the model's last norm.")] = True,
-    epochs: Annotated[int | None, typer.Option(help="Default: the run's; 100 in the paper.", min=1)] = None,
-    lr: Annotated[float | None, typer.Option(help="Default: the run's; 0.001 in the paper.")] = None,
+    model: option.RunOrModel = DEFAULT_RUN,
+    data: option.DataOfRun = None,
+    features: Annotated[str, Option(help="layers (tokens of the last ones, as in the paper) or output.")] = "layers",
+    layers: Annotated[int | None, Option(help="Number of layers.", show_default="2 in XCiT, 4 elsewhere")] = None,
+    norm: Annotated[bool, Option(help="Pass the tokens through the model's last norm.")] = True,
+    epochs: Annotated[int | None, Option(help="Default: the run's; 100 in the paper.", min=1)] = None,
+    lr: Annotated[float | None, Option(help="Default: the run's; 0.001 in the paper.")] = None,
     head_batch: Annotated[
-        int | None,
-        typer.Option(
-            "--head-batch", help="Batch size of the classifier. Default: the run's; 1024 in the paper.", min=1
-        ),
+        int | None, Option(help="Batch size of the classifier. Default: the run's; 1024 in the paper.", min=1)
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the classifier's initial weights and order.", min=0)] = 0,
+    seed: Annotated[int, Option(help="Seed of the classifier's initial weights and order.", min=0)] = 0,
     size: SizeOption = None,
     branch: BranchOption = "teacher",
-    out: Annotated[Path | None, typer.Option(help="CSV file with one row every ten epochs.")] = None,
+    out: Annotated[Path | None, Option(help="CSV file with one row every ten epochs.")] = None,
     cache: CacheOption = None,
     dtype: DtypeOption = "float16",
-    batch: BatchOption = 256,
-    workers: WorkersOption = None,
-    device: DeviceOption = "auto",
+    batch: option.BatchSize = 256,
+    workers: option.Workers = None,
+    device: option.Device = "auto",
 ) -> None:
     """Accuracy of a linear classifier on frozen features, trained by SGD as in the paper."""
-    from dataclasses import replace
-
-    from sima_attn._errors import unknown_name
-    from sima_attn._settings import PositiveFloat, check_value
     from sima_attn.probe.features import LayerFeatures, load_backbone
     from sima_attn.probe.linear import train_linear
-    from sima_attn.report.rows import write_rows
 
     if features not in ("layers", "output"):
         raise unknown_name("features", features, ("layers", "output"))
@@ -197,71 +162,49 @@ def linear_command(
     reader: nn.Module = LayerFeatures(backbone.model, layers, norm) if features == "layers" else backbone.model
     given: dict[str, Any] = {"epochs": epochs, "lr": lr, "batch": head_batch}
     probe = replace(backbone.probe, **{name: value for name, value in given.items() if value is not None})
-    extractor = FeatureExtractor(model, backbone, data, size, cache, dtype, batch, workers, device)
-    _, train = extractor(reader, "train")
-    _, val = extractor(reader, "val")
+    options = {"dtype": dtype, "batch": batch, "device": device}
+    _, (train, val) = extract_splits(reader, model, backbone, data, size, cache, workers, **options)
     with progress_bar() as bar:
-        result = train_linear(train, val, probe, device=device, seed=seed, on_step=_mover(bar, "linear classifier"))
+        on_step = step_callback(bar, "linear classifier")
+        result = train_linear(train, val, probe, device=device, seed=seed, on_step=on_step)
     width = train.values.shape[1]
     console.print(
         f"[bold]top-1 {result.top1:.2f}, top-5 {result.top5:.2f}[/bold] of {len(val.values)} images: linear on {width} "
-        f"channels of {model}, {probe.epochs} epochs, lr {probe.lr:g}, batch {probe.batch}",
-        highlight=False,
-        soft_wrap=True,
+        f"channels of {model}, {probe.epochs} epochs, lr {probe.lr:g}, batch {probe.batch}"
     )
     if out is not None:
         write_rows(out, result.rows)
-        console.print(f"Rows: {out}", highlight=False, soft_wrap=True)
+        console.print(f"Rows: {out}")
 
 
-class FeatureExtractor:
-    """Extracts the features of a split, or loads those that were stored."""
+def extract_splits(
+    reader: "nn.Module",
+    name: str,
+    backbone: "Backbone",
+    data: str | None,
+    size: int | None,
+    cache: Path | None,
+    workers: int | None,
+    **options: Any,
+) -> "tuple[list[Source], list[Features]]":
+    """The train and val images, and their features by `reader`, extracted or as they were stored."""
+    from sima_attn.data.sources import check_same_classes, open_data
+    from sima_attn.probe.features import extract, with_workers
 
-    def __init__(
-        self,
-        model: str,
-        backbone: "Backbone",
-        data: str | None,
-        size: int | None,
-        cache: Path | None,
-        dtype: str,
-        batch: int,
-        workers: int | None,
-        device: str,
-    ) -> None:
-        from dataclasses import replace
-
-        self.path = data if data is not None else backbone.data.path
-        if not self.path:
-            raise ValueError(f"{model} is a registered model: give the images with --data")
-        if not backbone.trained:
-            teller()(f"{model} has no trained weights: these are the features of random ones")
-        self.workers = workers
-        changes: dict[str, Any] = {"size": size, "workers": workers}
-        self.data = replace(backbone.data, **{name: value for name, value in changes.items() if value is not None})
-        where = Path(model) if Path(model).is_dir() else Path(model).parent if Path(model).is_file() else Path("runs")
-        where = where.parent if where.name == "checkpoints" else where
-        self.folder = cache or where / "features"
-        self.previous: Source | None = None
-        self.options: dict[str, Any] = {"dtype": dtype, "batch": batch, "device": device}
-
-    def __call__(self, model: "nn.Module", split: str) -> "tuple[Source, Features]":
-        """A split and its features."""
-        from sima_attn.data.sources import check_same_classes, open_data
-        from sima_attn.probe.features import extract, with_workers
-
-        source = open_data(self.path, split)
-        if self.previous is not None:
-            check_same_classes(self.previous, source)
-        self.previous = source
-        data = self.data if self.workers is not None else with_workers(self.data, len(source))
+    path = data or backbone.data.path
+    if not path:
+        raise ValueError(f"{name} is a registered model: give the images with --data")
+    if not backbone.trained:
+        teller()(f"{name} has no trained weights: these are the features of random ones")
+    sources = [open_data(path, split) for split in ("train", "val")]
+    check_same_classes(*sources)
+    where = Path(name) if Path(name).is_dir() else Path(name).parent if Path(name).is_file() else Path("runs")
+    where = where.parent if where.name == "checkpoints" else where
+    images = replace(backbone.data, size=size or backbone.data.size)
+    features = []
+    for split, source in zip(("train", "val"), sources, strict=True):
+        loaded = with_workers(images, len(source)) if workers is None else replace(images, workers=workers)
         with progress_bar() as bar:
-            step = _mover(bar, f"features of {split}")
-            return source, extract(
-                model, source, data, self.folder, say=teller(bar.console), on_step=step, **self.options
-            )
-
-
-def _mover(bar: Any, what: str) -> Any:
-    task = bar.add_task(what, total=None)
-    return lambda done, total: bar.update(task, completed=done, total=total)
+            show: dict[str, Any] = {"say": teller(bar.console), "on_step": step_callback(bar, f"features of {split}")}
+            features.append(extract(reader, source, loaded, cache or where / "features", **show, **options))
+    return sources, features

@@ -5,51 +5,39 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
+from typer import Option
 
 from sima_attn._devices import resolve_device
+from sima_attn._errors import check_installed
+from sima_attn.cli import _options as option
+from sima_attn.cli._shared import note, teller
+from sima_attn.cli.explain import load_models
 
 app = typer.Typer()
 
 
 @app.command("serve")
 def serve_command(
-    model: Annotated[
-        str | None,
-        typer.Option(help="A timm model name, NAME=WEIGHTS, a run folder or a checkpoint. Default: the shipped model."),
-    ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; the default is local to this machine.")] = (
-        "127.0.0.1"
-    ),
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 selects a free one.", min=0, max=65535)] = 8000,
-    samples: Annotated[Path | None, typer.Option(help="Folder of sample photos for the page.")] = None,
-    onnx: Annotated[
-        Path | None,
-        typer.Option(help="A file of `sima export` to run in the browser.", show_default=False),
-    ] = None,
+    model: option.Model = None,
+    host: Annotated[str, Option(help="Address to listen on; the default is local to this machine.")] = "127.0.0.1",
+    port: Annotated[int, Option(help="Port to listen on; 0 selects a free one.", min=0, max=65535)] = 8000,
+    samples: Annotated[Path | None, Option(help="Folder of sample photos for the page.")] = None,
+    onnx: Annotated[Path | None, Option(help="A file of `sima export` to run in the browser.")] = None,
     onnxruntime_web: Annotated[
-        Path | None,
-        typer.Option(help="Folder of onnxruntime-web, for --onnx.", show_default=".tools/web, of `make browser`"),
+        Path | None, Option(help="Folder of onnxruntime-web, for --onnx.", show_default=".tools/web")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    queue: Annotated[int, typer.Option(help="Maximum number of waiting requests; more are rejected.", min=0)] = 16,
-    timeout: Annotated[float, typer.Option(help="Seconds per request.", min=1.0)] = 60.0,
+    device: option.Device = "auto",
+    queue: Annotated[int, Option(help="Maximum number of waiting requests; more are rejected.", min=0)] = 16,
+    timeout: Annotated[float, Option(help="Seconds per request.", min=1.0)] = 60.0,
 ) -> None:
     """Serve a web page that classifies photos and shows attention maps."""
-    from sima_attn.serve.run import check_installed, serve
+    check_installed("the page", "fastapi", "uvicorn", extra="serve")
+    (loaded,) = load_models([model], device)
+    from sima_attn.serve.limits import Limits
+    from sima_attn.serve.run import serve
 
-    check_installed()
-    err = Console(stderr=True)
-    with err.status("loading"):
-        from sima_attn.explain.photo_model import UNTRAINED, load_photo_model
-        from sima_attn.serve.limits import Limits
-
-        device = resolve_device(device)
-        loaded = load_photo_model(model, device=device)
-    err.print(f"{escape(loaded.name)}, {loaded.size} px, {device}", highlight=False)
-    if not loaded.trained:
-        err.print(f"[yellow]note:[/yellow] {escape(loaded.name)} {UNTRAINED}", highlight=False)
+    teller(Console(stderr=True))(f"{loaded.name}, {loaded.size} px, {resolve_device(device)}")
     if host not in ("127.0.0.1", "::1", "localhost"):
-        err.print(f"[yellow]note:[/yellow] {escape(host)} can be reached from other machines", highlight=False)
+        note(f"{host} can be reached from other machines")
     limits = Limits(queue=queue, seconds=timeout)
     serve(loaded, host=host, port=port, samples=samples, limits=limits, onnx=onnx, onnxruntime_web=onnxruntime_web)

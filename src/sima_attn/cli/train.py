@@ -2,41 +2,41 @@
 
 import os
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from typer import Option
 
+from sima_attn import _errors
 from sima_attn._devices import resolve_device
-from sima_attn.cli._shared import console, print_table, teller
+from sima_attn._settings import with_overrides
+from sima_attn.cli import _options as option
+from sima_attn.cli._shared import console, print_recipes, print_table, teller
+from sima_attn.report.rows import processor_name, write_rows
+from sima_attn.report.tables import TextTable
 
 if TYPE_CHECKING:
     from sima_attn.train.engine import RunSummary
 
 app = typer.Typer()
 MOST_SHOWN = 12  # a confusion matrix of more classes does not fit a screen
-CompileOption = Annotated[bool, typer.Option("--compile", help="Compile the model with torch.compile.")]
-CudaGraphOption = Annotated[
-    bool, typer.Option("--cuda-graph", help="Record a step once and replay it: for small models, on one GPU.")
-]
+CompileOption = Annotated[bool, Option("--compile", help="Compile the model with torch.compile.")]
+CudaGraphOption = Annotated[bool, Option("--cuda-graph", help="Record a step once and replay it, on one GPU.")]
 
 
 def check_installed() -> None:
     """Raise unless lightning is installed; everything else that training needs comes with timm."""
-    if find_spec("lightning") is None:
-        raise ValueError("training needs lightning, which is not installed: pip install 'sima-attn[train]'")
+    _errors.check_installed("training", "lightning", extra="train")
 
 
 def resolved(
+    named: Callable[[str], Any],
     recipe: str | None,
     default: str,
     folder: Path,
-    *,
-    kind: type,
-    named: Callable[[str], Any],
     resume: bool,
     overrides: list[str] | None,
     options: Mapping[str, str | bool | None],
@@ -45,13 +45,14 @@ def resolved(
 
     An option that is None or False was not given.
     """
-    from sima_attn._settings import with_overrides
     from sima_attn.train.run import RunFolder
 
-    # Resuming needs no recipe: it is in the folder. One that is given is compared with it.
-    base = RunFolder(folder).read_recipe(kind) if resume and recipe is None else named(recipe or default)
-    said = {name: value for name, value in options.items() if value is not None and value is not False}
-    given = [f"{name}={'true' if value is True else value}" for name, value in said.items()]
+    base = named(recipe or default)
+    if resume and recipe is None:  # it is in the folder; one that is given is compared with it
+        base = RunFolder(folder).read_recipe(type(base))
+    given = [
+        f"{name}={'true' if value is True else value}" for name, value in options.items() if value not in (None, False)
+    ]
     return with_overrides(base, [*(overrides or []), *given])
 
 
@@ -60,43 +61,29 @@ def say_finished(finished: "RunSummary", folder: Path, what: str, form: str = ".
     if os.environ.get("RANK", "0") != "0":
         return
     numbers = ", ".join(f"{name} {value:{form}}" for name, value in finished.metrics.items()) or "done"
-    console.print(f"[bold]{numbers}[/bold] after {finished.steps} steps, {finished.seconds:.0f} s", highlight=False)
-    console.print(f"Run: {folder} {what}", highlight=False, soft_wrap=True)
+    console.print(f"[bold]{numbers}[/bold] after {finished.steps} steps, {finished.seconds:.0f} s")
+    console.print(f"Run: {folder} {what}")
 
 
 @app.command("train")
 def train_command(
-    recipe: Annotated[
-        str | None, typer.Option(help="Name of a recipe, see `sima recipes`. Default: digits.", show_default=False)
-    ] = None,
-    data: Annotated[str | None, typer.Option(help="Folder of the images, or digits. Default: the recipe's.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the run.", show_default="runs/RECIPE")] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="NAME=VALUE", help="A setting of the recipe, e.g. model.attention=softmax."),
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in the folder.")] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16. Default: the recipe's.")] = None,
+    recipe: Annotated[str | None, Option(help="Name of a recipe, see `sima recipes`. Default: digits.")] = None,
+    data: option.Data = None,
+    out: option.RunFolder = None,
+    overrides: option.Settings = None,
+    resume: option.Resume = False,
+    device: option.Device = "auto",
+    precision: option.Precision = None,
     compile_: CompileOption = False,
     cuda_graph: CudaGraphOption = False,
 ) -> None:
     """Train a model with a recipe. Runs on all processes of torchrun; after an interruption, add --resume."""
     check_installed()
-    from sima_attn.train.recipes import Recipe, named_recipe
+    from sima_attn.train.recipes import named_recipe
 
     folder = out or Path("runs") / (recipe or "digits")
     options = {"data.path": data, "run.precision": precision, "run.compile": compile_, "run.cuda_graph": cuda_graph}
-    chosen = resolved(
-        recipe,
-        "digits",
-        folder,
-        kind=Recipe,
-        named=named_recipe,
-        resume=resume,
-        overrides=overrides,
-        options=options,
-    )
+    chosen = resolved(named_recipe, recipe, "digits", folder, resume, overrides, options)
     from sima_attn.train.classify import train_classifier  # slow to import: after the settings are checked
 
     finished = train_classifier(chosen, folder, resume=resume, device=device)
@@ -105,38 +92,30 @@ def train_command(
 
 @app.command("eval")
 def eval_command(
-    model: Annotated[
-        str, typer.Argument(metavar="RUN_OR_MODEL", help="A run's folder, a checkpoint, weights, or a model name.")
-    ],
-    data: Annotated[str | None, typer.Option(help="Folder of the images, or digits. Default: the run's.")] = None,
+    model: option.RunOrModel,
+    data: option.DataOfRun = None,
     size: Annotated[
-        list[int] | None,
-        typer.Option(help="Image side in pixels; repeat for several. Default: the training size.", min=1),
+        list[int] | None, Option(help="Image side in pixels; repeat for several. Default: the training size.", min=1)
     ] = None,
     token_ref: Annotated[
         bool | None,
-        typer.Option(
-            "--token-ref/--no-token-ref", help="Compensate for another number of tokens. Default: both, if they differ."
-        ),
+        Option("--token-ref/--no-token-ref", help="Compensate for other sizes. Default: both, if they differ."),
     ] = None,
-    ema: Annotated[bool, typer.Option("--ema", help="Evaluate the average weights of a checkpoint.")] = False,
+    ema: Annotated[bool, Option("--ema", help="Evaluate the average weights of a checkpoint.")] = False,
     out: Annotated[
-        Path | None, typer.Option(help="CSV file with one row per class, for the last size.", dir_okay=False)
+        Path | None, Option(help="CSV file with one row per class, for the last size.", dir_okay=False)
     ] = None,
     confusion: Annotated[
-        Path | None,
-        typer.Option(help="CSV file with the confusion matrix, for the last size.", dir_okay=False),
+        Path | None, Option(help="CSV file with the confusion matrix, for the last size.", dir_okay=False)
     ] = None,
-    rows: Annotated[Path | None, typer.Option(help="CSV file with one row per size.", dir_okay=False)] = None,
-    batch: Annotated[int, typer.Option(help="Batch size.", min=1)] = 256,
-    workers: Annotated[int | None, typer.Option(help="Worker processes that decode images.", min=0)] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    rows: Annotated[Path | None, Option(help="CSV file with one row per size.", dir_okay=False)] = None,
+    batch: option.BatchSize = 256,
+    workers: option.Workers = None,
+    device: option.Device = "auto",
 ) -> None:
     """Top-1 and top-5 of a model on the val images, at any size, with and without token_ref."""
     from sima_attn.data.settings import Data
     from sima_attn.models.loading import load_model
-    from sima_attn.report.rows import processor_name, write_rows
-    from sima_attn.report.tables import TextTable
     from sima_attn.train.evaluate import evaluate
 
     device = resolve_device(device)
@@ -166,8 +145,7 @@ def eval_command(
         names = [escape(row.name) for row in last.rows]
         counts = [[name, *map(str, line)] for name, line in zip(names, last.confusion.tolist(), strict=True)]
         print_table(
-            TextTable(["true", *names], counts, set()),
-            title="confusion matrix: rows are true classes, columns predictions",
+            TextTable(["true", *names], counts, set()), "confusion matrix: rows are true classes, columns predictions"
         )
     for name, other, count in last.most_confused():
         say(f"  {name} classified as {other}: {count}")
@@ -191,7 +169,5 @@ def recipes_command() -> None:
     from sima_attn.train.recipes import RECIPES
 
     for command, recipes in (("sima train", RECIPES), ("sima dino", DINO_RECIPES)):
-        console.print(f"{command} --recipe", highlight=False)
-        for name, make in recipes.items():
-            about = (make.__doc__ or "").strip().splitlines()[0]
-            console.print(f"  [bold]{name:<18}[/bold]{about}", highlight=False, soft_wrap=True)
+        console.print(f"{command} --recipe")
+        print_recipes(recipes)

@@ -1,7 +1,5 @@
 """convert: exchanges the attentions of a model in place, on this instance alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

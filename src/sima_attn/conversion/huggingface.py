@@ -5,8 +5,6 @@ configuration. So a converted module gets a copy of it, which names SimA. What t
 configuration of the model, and so on disk, is in saved.py.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Iterator

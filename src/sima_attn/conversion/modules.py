@@ -4,8 +4,6 @@ One function a class, found in the table ADAPTERS by the class's full name: a cl
 "Attention" is never touched, and no library is imported for being looked up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -63,16 +61,11 @@ def restore(old: Any, exchange: Exchange) -> None:
     for name in set(exchange.kept) & set(old._parameters) & set(new._parameters):
         old._parameters[name] = new._parameters[name]  # load_state_dict(assign=True) replaces them
     exchange.give_back()
-    parts, tensors = set(new.modules()), {id(tensor) for tensor in (*new.parameters(), *new.buffers())}
-    if new.training != old.training:  # the mode was changed while these were not in the model
-        for module in old.modules():
-            if module not in parts:
-                module.training = new.training
+    if new.training != old.training:  # the mode was changed while it was not in the model
+        old.train(new.training)
     device, dtype = _placement(new)
-    if (device, dtype) != exchange.placement:  # the model was moved or cast while these were not in it
-        for tensor in (*old.parameters(), *old.buffers()):
-            if id(tensor) not in tensors:
-                tensor.data = tensor.data.to(device, dtype if tensor.is_floating_point() else None)
+    if (device, dtype) != exchange.placement:  # the model was moved or cast while it was not there
+        old.to(device, dtype)
     old._is_full_backward_hook = new._is_full_backward_hook  # which belongs to the hooks, and they are shared
 
 

@@ -1,7 +1,5 @@
 """One attention of a model -> another in its place, and back. What `convert` does, and loading a converted model."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from functools import partial

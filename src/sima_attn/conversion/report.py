@@ -1,7 +1,5 @@
 """What a conversion did, what it left alone and why, and the way back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 

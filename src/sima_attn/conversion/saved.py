@@ -11,8 +11,6 @@ imported, the Auto classes know that type, and build the model with its attentio
   was built from it, and not converted, raises at its first attention.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from copy import deepcopy

@@ -1,33 +1,28 @@
 """One forward of a model, to see which of its modules really run: what a conversion is proven by."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-
-def run_once(model: nn.Module, inputs: Any) -> None:
-    """One forward in eval mode without gradients; `inputs` is a tensor, a tuple, or a dict of keyword inputs.
-
-    What is compiled runs uncompiled: torch.compile would look the modules up again at its next call, and takes long.
-    """
-    args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
-    args = (args,) if isinstance(args, Tensor) else tuple(args)
-    with _eval_mode(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        model(*args, **kwargs)
+from sima_attn.nn.eval_mode import eval_mode
 
 
 def called_modules(model: nn.Module, inputs: Any, watched: Iterable[nn.Module]) -> set[nn.Module]:
-    """Those of the watched modules that are called in one forward."""
+    """Those of the watched modules that are called in one forward, in eval mode without gradients.
+
+    `inputs` is a tensor, a tuple, or a dict of keyword inputs. What is compiled runs uncompiled: torch.compile would
+    look the modules up again at its next call, and takes long.
+    """
+    args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
+    args = (args,) if isinstance(args, Tensor) else tuple(args)
     called: set[nn.Module] = set()
-    with ExitStack() as hooks:
+    with ExitStack() as hooks, eval_mode(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         for module in set(watched):
             hooks.callback(module.register_forward_pre_hook(lambda module, _: called.add(module)).remove)
-        run_once(model, inputs)
+        model(*args, **kwargs)
     return called
 
 
@@ -41,14 +36,3 @@ def example_image(model: nn.Module) -> Tensor | None:
     if first is None or not isinstance(height, int) or not isinstance(width, int):
         return None
     return first.weight.new_zeros(1, first.in_channels, height, width)
-
-
-@contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():  # one by one: a part may be frozen in eval mode
-            module.training = training

@@ -1,7 +1,5 @@
 """Maps -> pictures: a map over its photo, and sheets of pictures with captions. Needs only Pillow."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -52,25 +50,17 @@ def effect_overlay(
 
 def _blend(photo: Image.Image, colours: np.ndarray, opacity: np.ndarray) -> Image.Image:
     pixels = np.asarray(photo.convert("RGB"), dtype=np.float32)
-    if pixels.shape[:2] != colours.shape[:2]:
-        raise ValueError(f"the map is {colours.shape[:2]}, the photo {pixels.shape[:2]} (height, width)")
     mixed = pixels * (1 - opacity[..., None]) + colours * opacity[..., None]
     return Image.fromarray(mixed.round().clip(0, 255).astype(np.uint8))
 
 
 def shrink(photo: Image.Image, longest: int) -> Image.Image:
     """The photo with its longer side at most `longest` pixels."""
-    scale = longest / max(photo.size)
-    if scale >= 1:
-        return photo
-    width, height = (max(1, round(side * scale)) for side in photo.size)
-    return photo.resize((width, height), Image.Resampling.LANCZOS)
+    return photo if max(photo.size) <= longest else _fit(photo, longest)
 
 
 def sheet(rows: Sequence[Sequence[Tile]], title: str = "", cell: int = 240) -> Image.Image:
     """Rows of tiles with captions; pictures are scaled to square cells, rows have the height of their pictures."""
-    if not rows or not any(rows):
-        raise ValueError("a sheet needs at least one picture")
     font, heading = ImageFont.load_default(TEXT), ImageFont.load_default(TEXT + 5)
     line = TEXT + 8
     fitted = [[Tile(_fit(tile.picture, cell), tile.caption) for tile in row] for row in rows]

@@ -5,8 +5,6 @@ A row n of Q-hat K-hat^T is signed: the value of token m is added to the output 
 Shapes: B batch, H heads, N query tokens, M key tokens, D channels per head.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,10 +28,8 @@ def effect_scores(layer: Layer, patch: tuple[int, int]) -> Tensor:
     rows, columns = layer.q_grid
     row, column = patch
     if not (0 <= row < rows and 0 <= column < columns):
-        raise ValueError(
-            f"{layer.path} has {rows} x {columns} patches: a patch is (row, column) from (0, 0) to "
-            f"({rows - 1}, {columns - 1}), got {tuple(patch)}"
-        )
+        last = (rows - 1, columns - 1)
+        raise ValueError(f"a patch of {layer.path} is (row, column) from (0, 0) to {last}, got {tuple(patch)}")
     prefix = layer.q.shape[2] - rows * columns
     keys = layer.k_grid[0] * layer.k_grid[1]
     weights = layer.matrix()[0, :, prefix + row * columns + column].mean(0)  # [M]
@@ -69,8 +65,6 @@ class AttentionRow:
 
 def attention_statistics(readings: list[Reading], model: str) -> list[AttentionRow]:
     """One row per layer, averaged over readings of the same model."""
-    if not readings:
-        raise ValueError("pass at least one reading")
     rows = []
     for index, first in enumerate(readings[0].layers):
         layers = [reading.layers[index] for reading in readings]

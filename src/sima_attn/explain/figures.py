@@ -1,16 +1,12 @@
 """Rows of the explain commands -> figures."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from sima_attn.explain.deletion import DeletionRow
+from sima_attn.explain.effects import AttentionRow
 from sima_attn.report.figures import figure
-
-if TYPE_CHECKING:
-    from sima_attn.explain.deletion import DeletionRow
-    from sima_attn.explain.effects import AttentionRow
 
 COLOURS = {"highest first": "crimson", "random": "dimgrey", "lowest first": "royalblue"}
 DASHES = {"q": "o-", "k": "s--"}

@@ -1,31 +1,25 @@
 """Photos and models -> files: one picture per photo, a contact sheet, raw arrays."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+from PIL.Image import Image
 
 from sima_attn._files import atomic_write
 from sima_attn.data.images import check_not_over, open_photo, open_photos, unique_name
 from sima_attn.explain.drawing import Tile, effect_overlay, overlay, sheet, shrink
 from sima_attn.explain.effects import effect_scores, signed_unit
-from sima_attn.explain.maps import raw_scores, spread, to_map
+from sima_attn.explain.maps import spread, to_map
 from sima_attn.explain.photo_model import PhotoModel
 from sima_attn.explain.reading import PARTS, Reading
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 LONGEST = 1024  # pixels of a drawn photo
 SHEET = "contact_sheet"
 COLUMNS = 6
-SMALLEST_CELL = 80
 EFFECT_CELL = 420
 CELL = 240  # pixels of a picture in a sheet; three quarters of it in the contact sheet
 
@@ -53,10 +47,6 @@ class Gallery:
     def __post_init__(self) -> None:
         if not self.of or set(self.of) - set(PARTS):
             raise ValueError(f"of must be 'q' (queries), 'k' (keys) or both, got {list(self.of)}")
-        if not 0 <= self.opacity <= 1:
-            raise ValueError(f"opacity must be from 0 to 1, got {self.opacity}")
-        if self.cell < SMALLEST_CELL:
-            raise ValueError(f"cell must be at least {SMALLEST_CELL} px, to fit a caption; got {self.cell}")
 
     def read(self, photo: Image) -> list[Reading]:
         """One forward pass of each model."""
@@ -73,15 +63,11 @@ class Gallery:
                     found.append(Tile(overlay(photo, heat, self.opacity), caption))
         return found
 
-    def title(self) -> str:
-        """The models, and which of them are not trained."""
-        return _names(self.models)
-
     def write_one(self, photo: Image, caption: str, path: Path) -> Path:
         """Write one photo and its maps as a picture."""
         photo = shrink(photo, LONGEST)
         tiles = self.tiles(photo, self.read(photo), self.layers)
-        return _save(sheet(_lines([Tile(photo, caption), *tiles], COLUMNS), self.title(), self.cell), path)
+        return _save(sheet(_lines([Tile(photo, caption), *tiles], COLUMNS), _names(self.models), self.cell), path)
 
     def write(
         self,
@@ -114,22 +100,24 @@ class Gallery:
                 shown = [original, *tiles]
             # Shrunk, since those of all photos stay in memory.
             groups.append([Tile(shrink(tile.picture, self.cell), tile.caption) for tile in shown])
-            written.append(_save(sheet(rows, self.title(), self.cell), out / f"{stem}.png"))
+            written.append(_save(sheet(rows, _names(self.models), self.cell), out / f"{stem}.png"))
             if raw:
                 written.append(self._write_raw(readings, out / f"{stem}.npz"))
         if len(groups) > 1:
             together = max(1, COLUMNS // len(groups[0]))  # photos per line of the sheet
             lines = [[*chain(*groups[i : i + together])] for i in range(0, len(groups), together)]
-            written.append(_save(sheet(lines, self.title(), 3 * self.cell // 4), out / f"{SHEET}.png"))
+            written.append(_save(sheet(lines, _names(self.models), 3 * self.cell // 4), out / f"{SHEET}.png"))
         return written
 
     def _write_raw(self, readings: Sequence[Reading], path: Path) -> Path:
+        """Token scores [rows, columns] by "PATH.q" and "PATH.k", neither scaled nor resized."""
         arrays: dict[str, np.ndarray] = {}
         names: list[str] = []
         for model, reading in zip(self.models, readings, strict=True):
             layers = range(len(reading.layers)) if self.layers is None else self.layers
             prefix = f"{unique_name(model.name, names)}." if len(self.models) > 1 else ""
-            arrays |= {prefix + key: value for key, value in raw_scores(reading, layers, self.of).items()}
+            for layer in (reading.layer(index) for index in layers):
+                arrays |= {f"{prefix}{layer.path}.{part}": layer.scores(part)[0].cpu().numpy() for part in self.of}
         with atomic_write(path) as temporary, open(temporary, "wb") as file:
             np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
         return path
@@ -163,18 +151,6 @@ def write_effect(
         caption = f"{letter}layer {layer % len(reading.layers) + 1}, {negative:.0%} negative"
         tiles.append(Tile(effect_overlay(photo, signed, place, grid), caption))
     return _save(sheet([tiles], f"contributions to patch {patch[0]}, {patch[1]}: {_names(models)}", cell), out)
-
-
-def read_photos(
-    model: PhotoModel,
-    photos: Sequence[Path],
-    size: int | None = None,
-    *,
-    say: Callable[[str], object] = print,
-    on_photo: Callable[[Path], object] = lambda path: None,
-) -> list[Reading]:
-    """A reading of each photo; with several, unreadable ones are reported through `say` and skipped."""
-    return [model.read(photo, size) for _, photo in open_photos(photos, say=say, on_photo=on_photo)]
 
 
 def _moved(index: int, count: int, other: int) -> int:

@@ -8,24 +8,18 @@ or k itself.
 Shapes: images [1, 3, height, width]; maps [height, width].
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Union
 
 import numpy as np
 import torch.nn.functional as F
+from PIL.Image import Image
 from torch import Tensor, nn
 
 from sima_attn.data.images import open_photo
 from sima_attn.explain.photo_model import photo_model
 from sima_attn.explain.reading import Grid, Reading, read_attention
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-Photo = Union[Tensor, "Image", str, Path]
+Photo = Tensor | Image | str | Path
 
 
 def heatmap(model: nn.Module, image: Photo, *, layer: int = -1, of: str = "q") -> np.ndarray:
@@ -78,12 +72,3 @@ def unit_range(values: np.ndarray) -> np.ndarray:
     """Values scaled to [0, 1]; zeros if all are equal."""
     low, high = float(values.min()), float(values.max())
     return (values - low) / (high - low) if high > low else np.zeros_like(values)
-
-
-def raw_scores(reading: Reading, layers: Iterable[int], of: Iterable[str]) -> dict[str, np.ndarray]:
-    """ "PATH.q" and "PATH.k" -> token scores [rows, columns], neither scaled nor resized."""
-    return {
-        f"{layer.path}.{part}": layer.scores(part)[0].cpu().numpy()
-        for layer in (reading.layer(index) for index in layers)
-        for part in of
-    }

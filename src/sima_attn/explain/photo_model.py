@@ -3,27 +3,23 @@
 Shapes: images [1, 3, height, width].
 """
 
-from __future__ import annotations
-
 import math
 from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
-from sima_attn.conversion.huggingface import is_pretrained_model
 from sima_attn.data.images import to_rgb
 from sima_attn.explain.reading import Reading, read_attention
 from sima_attn.models.loading import LoadedModel, classes_of, load_model
 from sima_attn.models.preprocessing import Preprocessing
+from sima_attn.nn.eval_mode import eval_mode
 from sima_attn.nn.token_ref import sima_modules, trained_at
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 UNTRAINED = "has no trained weights: what it shows is chance"
 
@@ -68,10 +64,8 @@ class PhotoModel(LoadedModel):
         rows = min(tokens, max(1, round(math.sqrt(tokens * height / width))))
         return rows * self.multiple, max(1, round(tokens / rows)) * self.multiple
 
-    def prepare(self, photo: Image, size: int | None = None) -> Tensor:
+    def prepare(self, photo: Image.Image, size: int | None = None) -> Tensor:
         """A photo -> normalised image [1, 3, height, width], on the CPU; `size` as that of a square photo."""
-        from PIL import Image
-
         height, width = self.input_size(*photo.size, size)
         resized = to_rgb(photo).resize((width, height), Image.Resampling.BICUBIC)
         pixels = torch.from_numpy(np.asarray(resized, dtype=np.float32) / 255).permute(2, 0, 1)[None]  # [1, 3, h, w]
@@ -79,7 +73,7 @@ class PhotoModel(LoadedModel):
         mean, std = (torch.tensor(values, dtype=torch.float32)[:, None, None] for values in (how.mean, how.std))
         return (pixels - mean) / std
 
-    def read(self, photo: Image, size: int | None = None) -> Reading:
+    def read(self, photo: Image.Image, size: int | None = None) -> Reading:
         """Attention maps of one forward pass of a photo.
 
         SimA's output shrinks with the number of tokens, so at another size than that of training `token_ref` brings it
@@ -106,16 +100,11 @@ def photo_model(
 ) -> PhotoModel:
     """Wrap a model; what is not given is read from its timm configuration."""
     name = name or type(model).__name__
-    if is_pretrained_model(model):
-        raise ValueError(
-            f"{name} does not say how a photo is made ready for it: give a tensor [1, 3, height, width] that its "
-            "image processor made"
-        )
     preprocessing = Preprocessing.of_model(model, size)
     if preprocessing is None:
         raise ValueError(
             f"{name} has no timm configuration that says how a photo is made ready for it: give a normalised tensor "
-            "[1, 3, height, width]"
+            "[1, 3, height, width], such as an image processor of transformers makes"
         )
     known, words = classes_of(model)
     return PhotoModel(name, model, preprocessing, classes or known, words, trained)
@@ -124,12 +113,9 @@ def photo_model(
 @torch.no_grad()
 def _runs(model: nn.Module, height: int, width: int) -> bool:
     """Whether the model accepts images of a size, tested by a forward pass: no attribute tells for all models."""
-    modes = {module: module.training for module in model.modules()}
     try:
-        model.eval()(torch.zeros(1, 3, height, width).to(next(model.parameters())))
+        with eval_mode(model):
+            model(torch.zeros(1, 3, height, width).to(next(model.parameters())))
     except (AssertionError, RuntimeError, ValueError):
         return False
-    finally:
-        for module, training in modes.items():
-            module.training = training
     return True

@@ -7,11 +7,10 @@ tokens.
 Shapes: B batch, H heads, N query tokens, M key tokens, D channels per head, C = H * D.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sima_attn.conversion.huggingface import NAME as SIMA_IN_TRANSFORMERS
+from sima_attn.conversion.huggingface import TOKEN_REF
 from sima_attn.nn.attention import Attention, SimAttention
 from sima_attn.nn.baselines.softmax import softmax_matrix
 from sima_attn.nn.baselines.xca import XCAttention
+from sima_attn.nn.eval_mode import eval_mode
 from sima_attn.nn.multihead import SimMultiheadAttention
 from sima_attn.ops.reference import normalize_tokens, sima_matrix_reference
 
@@ -77,8 +78,7 @@ class Layer:
         if isinstance(module, SimMultiheadAttention):
             return sima_matrix_reference(self.q, self.k, token_ref=module.token_ref, eps=module.eps)
         if _calls_sima(module):
-            token_ref = getattr(module.config, "sima_token_ref", None)
-            return sima_matrix_reference(self.q, self.k, token_ref=token_ref)
+            return sima_matrix_reference(self.q, self.k, token_ref=vars(module.config)[TOKEN_REF])
         if isinstance(module, nn.MultiheadAttention) or f"{kind.__module__}.{kind.__name__}" == _TIMM:
             return softmax_matrix(self.q, self.k)
         raise ValueError(
@@ -99,11 +99,9 @@ class Reading(NamedTuple):
 
     def layer(self, index: int) -> Layer:
         """A layer by its index, from 0, or from the end if negative."""
-        if not -len(self.layers) <= index < len(self.layers):
-            raise ValueError(
-                f"the model has {len(self.layers)} readable layers: layer must be from {-len(self.layers)} to "
-                f"{len(self.layers) - 1}, got {index}"
-            )
+        count = len(self.layers)
+        if not -count <= index < count:
+            raise ValueError(f"layer must be from {-count} to {count - 1}, got {index}")
         return self.layers[index]
 
 
@@ -125,7 +123,7 @@ def read_attention(model: nn.Module, images: Tensor) -> Reading:
     like = next((p for p in model.parameters() if p.is_floating_point()), images)
     images = images.to(like)
     recorder = _Recorder(B=len(images))
-    with _in_eval_mode(model), recorder.watch(model):
+    with eval_mode(model), recorder.watch(model):
         output: Any = model(images)
     layers = recorder.layers(model)
     if not layers:
@@ -202,24 +200,23 @@ class _Recorder:
             parts = x.unflatten(-1, (count, heads, -1)).permute(2, 0, 3, 1, 4)  # [count, B, H, N, D]
             return parts.unbind(0)
 
-        def on(name: str, keep: Callable[[Tensor], None]) -> Any:
-            return children[name].register_forward_hook(lambda _module, _inputs, output: keep(output))
+        def on(name: str, keep: Callable[[Tensor], None], dim: int = 3) -> Any:
+            return children[name].register_forward_hook(lambda _module, _inputs, x: keep(x) if x.dim() == dim else None)
+
+        tied = getattr(module, "ties_qk", False)
 
         def packed(x: Tensor) -> None:
-            if x.dim() == 3:
-                tied = getattr(module, "ties_qk", False)
-                parts = split(x, 2 if tied else 3)
-                self.record(module, "q", parts[0])
-                self.record(module, "k", parts[0 if tied else 1])
+            parts = split(x, 2 if tied else 3)
+            self.record(module, "q", parts[0])
+            self.record(module, "k", parts[0 if tied else 1])
 
         def q_alone(x: Tensor) -> None:
-            if x.dim() == 3:
-                second = getattr(module, "ties_qk", False) and "q" in self.found.get(module, {})
-                factor = getattr(module, "q_factor", 1.0)  # our CvT scales q after the projection
-                self.record(module, "k" if second else "q", split(x, 1)[0] * (1.0 if second else factor))
+            second = tied and "q" in self.found.get(module, {})
+            factor = getattr(module, "q_factor", 1.0)  # our CvT scales q after the projection
+            self.record(module, "k" if second else "q", split(x, 1)[0] * (1.0 if second else factor))
 
         def k_first(count: int) -> Callable[[Tensor], None]:
-            return lambda x: self.record(module, "k", split(x, count)[0]) if x.dim() == 3 else None
+            return lambda x: self.record(module, "k", split(x, count)[0])
 
         if "qkv" in children:
             yield on("qkv", packed)
@@ -227,14 +224,14 @@ class _Recorder:
             yield on("q", q_alone)
             yield on("kv", k_first(2))
         for q_name, k_name in PAIRS:
-            if q_name in children and (k_name in children or getattr(module, "ties_qk", False)):
+            if q_name in children and (k_name in children or tied):
                 yield on(q_name, q_alone)
                 if k_name in children:
                     yield on(k_name, k_first(1))
         for of in PARTS:  # a norm after the projection
             norm = children.get(f"{of}_norm")
             if norm is not None and not isinstance(norm, nn.Identity):
-                yield on(f"{of}_norm", lambda x, of=of: self.record(module, of, x) if x.dim() == 4 else None)  # type: ignore[misc]
+                yield on(f"{of}_norm", partial(self.record, module, of), dim=4)
 
     def _multihead(self, module: Any, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         """torch's attention has no projection module to hook, so its input is projected here."""
@@ -266,14 +263,3 @@ def _norm_over_tokens(module: nn.Module) -> tuple[str, float]:
 def _calls_sima(module: Any) -> bool:
     """True for an attention of transformers that was switched to SimA."""
     return getattr(getattr(module, "config", None), "_attn_implementation", None) == SIMA_IN_TRANSFORMERS
-
-
-@contextmanager
-def _in_eval_mode(model: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training

@@ -13,31 +13,30 @@ import json
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sima_attn._errors import unknown_name
+from sima_attn import _errors
+from sima_attn._errors import first_line, unknown_name
 from sima_attn._files import atomic_write
 from sima_attn._version import __version__
-from sima_attn.auditing.model import audit
+from sima_attn.auditing.model import audit, followed
 from sima_attn.auditing.report import AuditReport
 from sima_attn.export.photo_graph import PreparePhoto
 from sima_attn.export.runtimes import PREFIX, open_model
 from sima_attn.models.loading import classes_of
 from sima_attn.models.preprocessing import Preprocessing
 from sima_attn.nn import SimAttention, SimCrossAttention, SimMultiheadAttention
-from sima_attn.ops.api import Plan, check_order, plan_callback
+from sima_attn.ops.api import check_order, plan_callback
 
 if TYPE_CHECKING:
     import onnx
-
-Result = TypeVar("Result")
 
 OPSET = 20  # the first with GELU as one node; supported by current runtimes
 DYNAMIC = ("batch", "size")
@@ -121,13 +120,15 @@ def export_onnx(
     if path.suffix != ".onnx":
         raise ValueError(f"the file must end in .onnx, got {str(path)!r}")
     check_installed()
+    import onnx
+
     height, width = (input_size, input_size) if isinstance(input_size, int) else input_size
     _check_options(model, height, width, dynamic, order, preprocessing)
     if prepare is None and height == width:
         prepare = Preprocessing.of_model(model, height)
     if preprocessing and prepare is None:
         raise ValueError(
-            f"{type(model).__name__} has no configuration of its image normalization: pass prepare=Preprocessing(...)"
+            f"{type(model).__name__} does not say how images are normalized: pass prepare=Preprocessing(...)"
         )
     labels = labels or class_names(model)
 
@@ -154,7 +155,8 @@ def export_onnx(
     facts |= {"labels": json.dumps(list(labels))} if labels is not None else {}
     write_metadata(proto, facts)
 
-    def check(written: Path) -> ExportReport:
+    with atomic_write(path) as written:  # if a check raises, no file is left
+        onnx.save(proto, written)
         given = _checked_inputs(height, width, dynamic, preprocessing, check_images)
         parity = _parity(whole, written, given, LARGEST_ERROR_FROM_PHOTO if preprocessing else LARGEST_ERROR, name)
         found = audit(written)
@@ -170,8 +172,6 @@ def export_onnx(
             audit=found,
         )
 
-    return write_checked(proto, path, check)
-
 
 def class_names(model: nn.Module) -> list[str] | None:
     """Names of the classes in timm's configuration of a model, in words where it has them; None without."""
@@ -181,23 +181,7 @@ def class_names(model: nn.Module) -> list[str] | None:
 
 def check_installed() -> None:
     """Raise if a package is missing."""
-    missing = []
-    for package in ("onnx", "onnxscript", "onnxruntime"):
-        try:
-            __import__(package)
-        except ImportError:
-            missing.append(package)
-    if missing:
-        raise ValueError(f"ONNX files need {', '.join(missing)}, not installed: pip install 'sima-attn[onnx]'")
-
-
-def write_checked(proto: onnx.ModelProto, path: Path, check: Callable[[Path], Result]) -> Result:
-    """Write a graph to a temporary file, check it, and rename it to `path` only if the check does not raise."""
-    import onnx
-
-    with atomic_write(path) as temporary:
-        onnx.save(proto, temporary)
-        return check(temporary)
+    _errors.check_installed("an ONNX file", "onnx", "onnxscript", "onnxruntime", extra="onnx")
 
 
 def write_metadata(proto: onnx.ModelProto, facts: dict[str, str]) -> None:
@@ -266,24 +250,14 @@ def _pin_orders(model: nn.Module, order: str, images: Tensor) -> dict[str, str]:
     for module in modules.values():
         module.order = order if order != "auto" else module.order
     found: dict[str, str] = {}
-    running = [""]
-
-    def watch(plan: Plan) -> None:
-        caller = running[-1] or f"call {len(found) + 1}"  # transformers' attentions are functions, not modules
-        found[caller] = plan.order
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(plan_callback(watch))
-        for path, module in modules.items():
-            stack.callback(module.register_forward_pre_hook(lambda *_, path=path: running.append(path)).remove)
-            stack.callback(module.register_forward_hook(lambda *_: running.pop() and None).remove)
-        try:
+    try:
+        with followed(model) as (running, _), plan_callback(lambda plan: found.update({running[-1]: plan.order})):
             model(images)
-        except Exception as error:
-            raise ValueError(
-                f"{type(model).__name__} cannot run on {tuple(images.shape)}: {_first_line(error)}; use the size it "
-                "was built for"
-            ) from error
+    except Exception as error:
+        raise ValueError(
+            f"{type(model).__name__} cannot run on {tuple(images.shape)}: {first_line(error)}; use the size it was "
+            "built for"
+        ) from error
     for path, module in modules.items():
         module.order = found.get(path, module.order)
     return found
@@ -326,7 +300,7 @@ def _to_onnx(model: nn.Module, example: Tensor, axes: dict[int, Any] | None, nam
                 verbose=False,
             )
     except Exception as error:
-        raise ValueError(f"{name} cannot be exported: {_first_line(error)}") from error
+        raise ValueError(f"{name} cannot be exported: {first_line(error)}") from error
     assert program is not None  # with dynamo=True it never is
     # torch's exporter folds small constants only; resized position embeddings and Fourier features are larger.
     optimizer.fold_constants(program.model, input_size_limit=sys.maxsize, output_size_limit=sys.maxsize)
@@ -411,7 +385,3 @@ def _parity(
     if given:
         errors[f"{len(given)} given inputs, the worst"] = max(given)
     return errors
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -3,8 +3,6 @@
 Shapes: photo [height, width, 3] in bytes -> images [1, 3, size, size], normalised.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

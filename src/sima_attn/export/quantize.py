@@ -7,22 +7,23 @@ around it, which are a few percent of all multiplications.
 
 from __future__ import annotations
 
-import logging
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import torch
 
+from sima_attn._files import atomic_write
 from sima_attn._version import __version__
 from sima_attn.auditing.model import audit
-from sima_attn.data.images import ENDINGS, images_in, open_photo
-from sima_attn.export.onnx import check_installed, write_checked, write_metadata
-from sima_attn.export.runtimes import OnnxRuntime, Session, labels_in, open_model, read_metadata
+from sima_attn.data.images import images_in, open_photo
+from sima_attn.export.onnx import check_installed, write_metadata
+from sima_attn.export.runtimes import Session, labels_in, open_model, read_metadata
 from sima_attn.models.preprocessing import Preprocessing
 from sima_attn.report.rows import cpu_name, today
 from sima_attn.report.tables import TextTable
@@ -125,12 +126,7 @@ def open_images(
     raw = metadata.get("preprocessing_inside") == "true"
     root = Path(data)
     files = images_in(root) if root.is_dir() else []
-    try:
-        source = None if files else open_data(data, split)
-    except FileNotFoundError as error:
-        if not root.is_dir():
-            raise
-        raise FileNotFoundError(f"{error}, nor image files in it ({', '.join(ENDINGS)})") from None
+    source = None if files else open_data(data, split)
     known = labels_in(metadata)
     if source is not None and known is not None and len(source.classes) != len(known):
         raise ValueError(
@@ -163,7 +159,6 @@ def quantize_onnx(
     compare_labels: Sequence[int] | None = None,
     data: str = "",
     reduce_range: bool = False,
-    least_images: int = MIN_IMAGES,
     on_image: Callable[[], object] = lambda: None,
 ) -> QuantizeReport:
     """Quantize an exported file to int8, and compare both files.
@@ -177,32 +172,36 @@ def quantize_onnx(
         compare_labels: Their classes, for accuracy.
         data: Name of the images in the report.
         reduce_range: 7-bit weights, for x86 processors without VNNI, whose 8-bit products saturate.
-        least_images: Fewer calibration images are an error.
         on_image: Called after each image of calibration and comparison.
     """
     check_installed()
+    import onnx
+
     fp32_path, int8_path = Path(fp32_path), Path(int8_path)
     if int8_path.suffix != ".onnx" or int8_path == fp32_path:
         raise ValueError(f"the int8 file must end in .onnx and differ from {fp32_path}, got {str(int8_path)!r}")
-    if len(calibration_images) < least_images:
-        raise ValueError(
-            f"{len(calibration_images)} calibration images are too few for the ranges of the activations: use "
-            f"at least {least_images}, better a few hundred"
-        )
+    if len(calibration_images) < MIN_IMAGES:
+        count = len(calibration_images)
+        raise ValueError(f"{count} calibration images are too few: use at least {MIN_IMAGES}, better a few hundred")
     if compare_labels is not None and len(compare_labels) != len(compare_images):
         raise ValueError(f"got {len(compare_labels)} labels for {len(compare_images)} images")
-    fp32 = open_model(fp32_path, threads=_threads())
+    fp32 = open_model(fp32_path, threads=torch.get_num_threads())
     if fp32.metadata.get("precision") == INT8:
         raise ValueError(f"{fp32_path} is already in int8: pass the float32 file")
     batches = _batches(calibration_images, fp32)
     proto = quantized_graph(fp32_path, batches, reduce_range=reduce_range, on_image=on_image)
     write_metadata(proto, {"precision": INT8, "calibration_images": str(len(calibration_images))})
 
-    def check(written: Path) -> QuantizeReport:
-        int8 = open_model(written, threads=_threads())
+    with atomic_write(int8_path) as written:
+        onnx.save(proto, written)
+        int8 = open_model(written, threads=torch.get_num_threads())
         compared = _compare(fp32, int8, compare_images, compare_labels, on_image)
         model = fp32.metadata.get("model", fp32_path.stem)
         full_size = fp32_path.stat().st_size
+        bits = 7 if reduce_range else 8
+        settings = (
+            f"static QDQ; weights {bits} bits a channel; activations 8 bits, min-max; activation products in float32"
+        )
 
         def row(path: Path, name: str, precision: str, accuracy: _Accuracy, images: int, settings: str) -> FileRow:
             int8_products, float_products = _count_products(path)
@@ -221,17 +220,15 @@ def quantize_onnx(
                 float_products=float_products,
                 exp_like_nodes=len(audit(path).calls),
                 device=cpu_name(),
-                onnxruntime=OnnxRuntime.version(),
+                onnxruntime=version("onnxruntime"),
                 sima_attn=__version__,
                 date=today(),
             )
 
         return QuantizeReport(
             row(fp32_path, fp32_path.name, FP32, compared[0], 0, "-"),
-            row(written, int8_path.name, INT8, compared[1], len(calibration_images), _settings(reduce_range)),
+            row(written, int8_path.name, INT8, compared[1], len(calibration_images), settings),
         )
-
-    return write_checked(proto, int8_path, check)
 
 
 def quantized_graph(
@@ -249,6 +246,7 @@ def quantized_graph(
     """
     import onnx
     from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+    from onnxruntime.quantization.quant_utils import add_pre_process_metadata
 
     class Reader(CalibrationDataReader):
         def get_next(self) -> dict[str, np.ndarray] | None:
@@ -264,11 +262,11 @@ def quantized_graph(
     convert_linear_to_gemm(proto)
     weights = {weight.name for weight in proto.graph.initializer}
     chosen = [node.name for node in proto.graph.node if node.op_type in PRODUCTS and node.input[1] in weights]
-    with tempfile.TemporaryDirectory() as folder, _quiet():
-        before, after = Path(folder) / "before.onnx", Path(folder) / "after.onnx"
-        onnx.save(proto, before)
+    add_pre_process_metadata(proto)  # these graphs do not need the preprocessing step that is advised otherwise
+    with tempfile.TemporaryDirectory() as folder:
+        after = Path(folder) / "after.onnx"
         quantize_static(
-            before,
+            proto,
             after,
             Reader(),
             quant_format=QuantFormat.QDQ,
@@ -349,12 +347,6 @@ def _count_products(path: Path) -> tuple[int, int]:
     return sum(found), len(found) - sum(found)
 
 
-def _settings(reduce_range: bool) -> str:
-    """The settings of `quantized_graph`, in words."""
-    bits = 7 if reduce_range else 8
-    return f"static QDQ; weights {bits} bits a channel; activations 8 bits, min-max; activation products in float32"
-
-
 def _batches(images: Iterable[np.ndarray], session: Session) -> Iterator[np.ndarray]:
     """Inputs of the file: one image each, or up to MAX_BATCH if its batch size is dynamic."""
     photo = session.metadata.get("preprocessing_inside") == "true"
@@ -426,30 +418,10 @@ def _percent(of: np.ndarray) -> float:
     return round(100 * float(of.mean()), 2)
 
 
-def _threads() -> int:
-    import torch
-
-    return torch.get_num_threads()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress ONNX Runtime's advice to run a preprocessing step that these graphs do not need."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
-
-
 def metadata_of(path: str | Path) -> dict[str, str]:
     """The metadata of an exported file; raises if there is no such file."""
     if not Path(path).is_file():
-        if Path(path).suffix != ".onnx":
-            raise FileNotFoundError(
-                f"{path} is neither an .onnx file nor a run folder: export the model first, "
-                f"`sima export {path} -o model.onnx`"
-            )
-        raise FileNotFoundError(f"{path} does not exist: create it with `sima export MODEL -o {path}`")
+        raise FileNotFoundError(
+            f"{path} is neither an .onnx file nor a run folder: export the model with `sima export MODEL -o model.onnx`"
+        )
     return read_metadata(path)

@@ -3,56 +3,20 @@
 This module does not import torch, so that the memory of a runtime can be measured without it.
 """
 
-from __future__ import annotations
-
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from sima_attn._errors import unknown_name
+from sima_attn._errors import check_installed, first_line, unknown_name
 
 PREFIX = "sima_attn."  # of our metadata keys
 
 
-class Session(ABC):
-    """A loaded ONNX file.
-
-    Attributes:
-        metadata: Metadata that `export_onnx` wrote, without the prefix of the keys.
-        input_shape: Shape of the input; a str is a dynamic size.
-        output_shape: Shape of the first output.
-    """
-
-    package: str  # to install
-    metadata: dict[str, str]
-    input_shape: tuple[int | str, ...]
-    output_shape: tuple[int | str, ...]
-
-    @abstractmethod
-    def __init__(self, path: Path, threads: int) -> None:
-        """Load a file that exists."""
-
-    @abstractmethod
-    def __call__(self, images: np.ndarray) -> np.ndarray:
-        """Run the model: input -> first output."""
-
-    @classmethod
-    def version(cls) -> str:
-        """The installed version."""
-        from importlib.metadata import version
-
-        return version(cls.package)
-
-
-class OnnxRuntime(Session):
+class OnnxRuntime:
     """ONNX Runtime on the CPU."""
-
-    package = "onnxruntime"
 
     def __init__(self, path: Path, threads: int) -> None:
         import onnxruntime
@@ -63,23 +27,20 @@ class OnnxRuntime(Session):
         try:
             self.session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # its error classes are not public
-            raise ValueError(f"ONNX Runtime cannot load {path}: {_first_line(error)}") from error
+            raise ValueError(f"ONNX Runtime cannot load {path}: {first_line(error)}") from error
         self.metadata = _ours(self.session.get_modelmeta().custom_metadata_map)
         inputs = self.session.get_inputs()
         if len(inputs) != 1:
             raise ValueError(f"{path} has {len(inputs)} inputs; an image model has one")
         self.input_name, self.input_shape = inputs[0].name, tuple(inputs[0].shape)
-        self.output_shape = tuple(self.session.get_outputs()[0].shape)
 
     def __call__(self, images: np.ndarray) -> np.ndarray:
         """Run the model: input -> first output."""
         return self.session.run(None, {self.input_name: images})[0]
 
 
-class OpenVino(Session):
+class OpenVino:
     """OpenVINO on the CPU in float32; its default is bfloat16 on processors that support it."""
-
-    package = "openvino"
 
     def __init__(self, path: Path, threads: int) -> None:
         import openvino
@@ -94,11 +55,9 @@ class OpenVino(Session):
         try:
             compiled = openvino.Core().compile_model(str(path), "CPU", settings)
         except RuntimeError as error:
-            raise ValueError(f"OpenVINO cannot load {path}: {_first_line(error)}") from error
-        self.input_shape, self.output_shape = (
-            tuple("?" if size.is_dynamic else size.get_length() for size in port.get_partial_shape())
-            for port in (compiled.input(0), compiled.output(0))
-        )
+            raise ValueError(f"OpenVINO cannot load {path}: {first_line(error)}") from error
+        sizes = compiled.input(0).get_partial_shape()
+        self.input_shape = tuple("?" if size.is_dynamic else size.get_length() for size in sizes)
         self.request = compiled.create_infer_request()
 
     def __call__(self, images: np.ndarray) -> np.ndarray:
@@ -106,28 +65,26 @@ class OpenVino(Session):
         return self.request.infer({0: images})[0]
 
 
-RUNTIMES: dict[str, type[Session]] = {"onnxruntime": OnnxRuntime, "openvino": OpenVino}
+# A loaded file: `metadata` as `export_onnx` wrote it, and `input_shape`, in which a str is a dynamic size.
+Session = OnnxRuntime | OpenVino
+RUNTIMES: dict[str, type[Session]] = {"onnxruntime": OnnxRuntime, "openvino": OpenVino}  # by the name of the package
 
 
 def installed_runtimes() -> list[str]:
     """Names of the installed runtimes."""
-    return [name for name, runtime in RUNTIMES.items() if find_spec(runtime.package)]
+    return [name for name in RUNTIMES if find_spec(name)]
 
 
 def check_runtime(runtime: str) -> None:
     """Raise if a runtime is unknown or not installed."""
     if runtime not in RUNTIMES:
         raise unknown_name("runtime", runtime, RUNTIMES)
-    if find_spec(RUNTIMES[runtime].package) is None:
-        extra = "onnx" if runtime == "onnxruntime" else runtime
-        raise ValueError(f"{runtime} is not installed: pip install 'sima-attn[{extra}]'")
+    check_installed(f"the runtime {runtime}", runtime, extra="onnx" if runtime == "onnxruntime" else runtime)
 
 
 def open_model(path: str | Path, runtime: str = "onnxruntime", threads: int = 1) -> Session:
     """Load an ONNX file in a runtime."""
     check_runtime(runtime)
-    if threads < 1:
-        raise ValueError(f"threads must be at least 1, got {threads}")
     if not Path(path).is_file():
         raise FileNotFoundError(f"{path} does not exist: create it with `sima export MODEL -o {path}`")
     return RUNTIMES[runtime](Path(path), threads)
@@ -161,7 +118,3 @@ def labels_in(metadata: Mapping[str, str]) -> list[str] | None:
 
 def _ours(metadata: Mapping[str, str]) -> dict[str, str]:
     return {key.removeprefix(PREFIX): value for key, value in metadata.items() if key.startswith(PREFIX)}
-
-
-def _first_line(error: Any) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

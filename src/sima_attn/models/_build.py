@@ -1,7 +1,5 @@
 """Shared by the model families: register sizes with timm, build a model, choose its attention."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -156,14 +154,9 @@ def choose_attention(
     reference = resolve_token_ref(token_ref, trained_tokens)
     if reference is not None:
         if attention != "sima":
-            raise ValueError(
-                f"token_ref is for SimA attention only: it must be None with attention={attention!r}, got {token_ref!r}"
-            )
+            raise ValueError(f"token_ref is for SimA attention only: omit it with attention={attention!r}")
         if fixed.get("token_ref") not in (None, reference):
-            raise ValueError(
-                f"token_ref={token_ref!r} and attention_options={{'token_ref': {fixed['token_ref']!r}}} contradict "
-                "each other; pass one of them"
-            )
+            raise ValueError("token_ref and the token_ref of attention_options contradict each other; pass one of them")
         fixed["token_ref"] = reference
     if cls.needs_grid and has_class_token:
         raise ValueError(

@@ -4,8 +4,6 @@ Settings may come from a file that anyone has written. They are checked before a
 file makes timm download weights or open another file, and no file makes it build a model larger than its own weights.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -64,10 +62,7 @@ def build_model(settings: ModelSettings, num_classes: int) -> nn.Module:
 def create_model(settings: ModelSettings, num_classes: int) -> nn.Module:
     """The model as timm creates it; models of other packages still have their own attention."""
     if settings.num_classes not in (None, num_classes):
-        raise ValueError(
-            f"the data have {num_classes} classes, model.num_classes is {settings.num_classes}; "
-            "leave it at none to use the data's"
-        )
+        raise ValueError(f"the data have {num_classes} classes, model.num_classes is {settings.num_classes}: omit it")
     check_name(settings.name)
     kwargs: dict[str, Any] = {**settings.kwargs, "num_classes": num_classes}
     if settings.drop_path:

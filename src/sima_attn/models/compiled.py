@@ -1,7 +1,5 @@
 """torch.compile for models of many equal blocks, which share one compilation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

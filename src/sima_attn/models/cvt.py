@@ -4,8 +4,6 @@ Shapes: B batch, N query tokens, M key tokens, H heads, D channels per head, C =
 images [B, 3, height, width] -> logits [B, K]. A grid is (rows, columns) of tokens, without the class token.
 """
 
-from __future__ import annotations
-
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,13 +24,6 @@ from sima_attn.nn.registry import ATTENTIONS, attention_class
 
 Grid = tuple[int, int]
 POOLS = ("token", "avg", "")
-
-
-@torch.fx.wrap  # one node of a traced graph: torch.fx knows no shapes
-def check_images(images: Tensor, in_chans: int) -> None:
-    """Raise unless images are [B, in_chans, height, width]."""
-    if images.dim() != 4 or images.shape[1] != in_chans:
-        raise ValueError(f"images must have shape [batch, {in_chans}, height, width], got {tuple(images.shape)}")
 
 
 def to_map(x: Tensor, grid: Grid) -> Tensor:
@@ -110,12 +101,7 @@ CVT_ATTENTIONS: dict[str, type[ConvProjections]] = {
 }
 
 
-def __getattr__(name: str) -> type[ConvProjections]:
-    """The classes in CVT_ATTENTIONS as attributes of this module, because pickle stores a class by module and name."""
-    for cls in CVT_ATTENTIONS.values():
-        if cls.__name__ == name:
-            return cls
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+globals().update({cls.__name__: cls for cls in CVT_ATTENTIONS.values()})  # pickle finds a class by module and name
 
 
 def cvt_attention_class(name: str) -> type[ConvProjections]:
@@ -224,10 +210,6 @@ class Cvt(nn.Module):
         for name, values in per_stage.items():
             if len(values) != count:
                 raise ValueError(f"{name} must have one entry for each of the {count} embed_dims, got {values}")
-        if min(depths, default=0) < 1 or kv_stride < 1:
-            raise ValueError(
-                f"CvT needs at least one block per stage and a kv_stride of at least 1, got {depths=}, {kv_stride=}"
-            )
         attn_layer = cvt_attention_class(attention)
         rates: Iterator[Any] = iter(calculate_drop_path_rates(drop_path_rate, sum(depths)))
         self.in_chans = in_chans
@@ -276,7 +258,6 @@ class Cvt(nn.Module):
 
     def run_stages(self, x: Tensor, count: int) -> list[tuple[Tensor, Grid]]:
         """Images -> tokens [B, N, C] and grid of each of the first stages."""
-        check_images(x, self.in_chans)
         outputs = []
         for stage in self.stages[:count]:
             tokens, grid = stage(x, self.grad_checkpointing)
@@ -340,8 +321,6 @@ class Cvt(nn.Module):
             if global_pool not in POOLS:
                 raise ValueError(f"global_pool must be one of {', '.join(map(repr, POOLS))}, got {global_pool!r}")
             self.global_pool = global_pool
-        if num_classes < 0:
-            raise ValueError(f"num_classes must be 0 (no head) or more, got {num_classes}")
         self.num_classes = num_classes
         head = nn.Linear(self.num_features, num_classes) if num_classes else nn.Identity()
         self.head = head.to(next(self.parameters()))
@@ -410,9 +389,7 @@ def from_transformers_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, 
         else:
             ours[f"{name.format(*re.findall(r'[0-9]+', module))}.{leaf}"] = value
     if unknown:
-        raise ValueError(
-            f"not a state dict of transformers' CvtForImageClassification; unknown keys: {', '.join(unknown)}"
-        )
+        raise ValueError(f"not the weights of CvtForImageClassification; unknown keys: {', '.join(unknown)}")
     return ours
 
 

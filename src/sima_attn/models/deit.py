@@ -47,13 +47,9 @@ def build_vit(
     """A ViT of any input size (position embeddings are resampled, sides padded to whole patches).
 
     Args:
-        cls: The model class.
-        sizes: The sizes of the family.
         name: A key of `sizes`.
         attention: Name of a registered attention; "softmax" is the usual ViT.
-        attention_options: Options of that attention.
         token_ref: None is the paper; "train" compensates for image sizes other than the training size.
-        class_token: As in timm.
         kwargs: Arguments of `build_model` and of timm's VisionTransformer.
     """
     prefix = int(class_token) + kwargs.get("reg_tokens", 0)

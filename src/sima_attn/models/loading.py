@@ -1,7 +1,5 @@
 """A name, a run folder or a file -> a model: the only place that does it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -28,7 +26,7 @@ from sima_attn.models.settings import ModelSettings
 from sima_attn.models.weight_files import check_fits, not_ours, read_state_dict, read_weights, weights_of_run
 from sima_attn.models.weights import load_any
 
-DEFAULT, DEFAULT_UNTRAINED = "sima_xcit_mini_p4_64_relu", "sima_deit_tiny_patch16_224"
+DEFAULT = "sima_xcit_mini_p4_64_relu"  # its weights come with the package
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ def load_model(
             `sima dino`.
         features: Remove the classifier. A run of `sima dino`, which has none, is loaded only so.
     """
-    text = default_model() if what is None else str(what)
+    text = DEFAULT if what is None else str(what)
     name, _, file = text.partition("=")
     if Path(text).exists():
         if weights is not None or pretrained:
@@ -111,12 +109,6 @@ def load_model(
         model.reset_classifier(0)
     model.to(device).eval()
     return loaded
-
-
-def default_model() -> str:
-    """The name of the model that comes with the package; in a copy without weights, of a small one."""
-    shipped = shipped_models()
-    return DEFAULT if DEFAULT in shipped else next(iter(shipped), DEFAULT_UNTRAINED)
 
 
 def _from_name(name: str, file: str | Path | None, pretrained: bool | None) -> LoadedModel:
@@ -174,8 +166,9 @@ def _from_run(path: Path, branch: str | None, features: bool) -> LoadedModel:
         set_token_refs(model, preprocessing.size, recipe.get("distill", {}))
     check_fits(weights, model.state_dict(), f"the weights in {file} do not fit the model of its recipe")
     model.load_state_dict(weights)
-    # timm's configuration describes how others are trained; this model takes images as its run prepared them.
-    model.pretrained_cfg = {**model.pretrained_cfg, **preprocessing.to_timm()}
+    # timm's configuration describes published weights; this model has the classes and the preprocessing of its run.
+    own = {**preprocessing.to_timm(), "label_names": classes, "label_descriptions": {}}
+    model.pretrained_cfg = {**model.pretrained_cfg, **own}
     return LoadedModel(path.name, model, preprocessing, None if is_dino else classes, about=about)
 
 

@@ -81,8 +81,6 @@ class MiniVit(VisionTransformer):
     """
 
     def __init__(self, *args, qk_init: float = 1.0, qk_bias: float = 0.0, **kwargs) -> None:
-        if qk_init <= 0:
-            raise ValueError(f"qk_init must be above 0, got {qk_init}")
         if qk_bias and not kwargs.get("qkv_bias", True):
             raise ValueError(f"qk_bias={qk_bias} needs qkv_bias=True: without it there is no bias to set")
         super().__init__(*args, **kwargs)

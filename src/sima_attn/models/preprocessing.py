@@ -46,9 +46,7 @@ class Preprocessing:
         if not isinstance(self.crop_ratio, int | float) or not 0 < self.crop_ratio <= 1:
             raise ValueError(f"crop_ratio must lie in (0, 1], got {self.crop_ratio!r}")
         if self.size / self.crop_ratio > MAX_SIZE:
-            raise ValueError(
-                f"size / crop_ratio must be at most {MAX_SIZE} pixels, got {self.size} / {self.crop_ratio}"
-            )
+            raise ValueError(f"size / crop_ratio must be at most {MAX_SIZE} pixels, got {self.size / self.crop_ratio}")
 
     @classmethod
     def of_model(cls, model: nn.Module, size: int | None = None) -> Preprocessing | None:

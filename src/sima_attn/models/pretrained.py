@@ -3,8 +3,6 @@
 A file says all there is to know of its weights: its metadata are the `Card`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -91,11 +89,7 @@ def shipped_cfg(name: str) -> dict[str, Any]:
 
 def read_card(path: Path) -> Card:
     """The card in a file that `save_shipped` wrote."""
-    about = read_about(path)
-    missing = [name for name in ("classes", "recipe", "epochs", "top1", "terms") if name not in about]
-    if missing:
-        raise ValueError(f"{path} has no {', '.join(missing)} in its metadata: it was not written by `sima ship`")
-    return Card(**about)
+    return Card(**read_about(path))
 
 
 def in_half(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -125,27 +119,14 @@ def check_same_model(model: nn.Module, name: str, settings: Mapping[str, Any], s
     known = timm.list_models("sima_*")  # other models have no weights in the package
     if name not in known:
         raise unknown_name("model of this package", name, known)
-    K = model.num_classes
-    plain: Any = timm.create_model(name, num_classes=K)
-    if _same_logits(model, plain, size):
-        return
-    # Try the settings one at a time to name one that differs.
-    own = plain.pretrained_cfg["input_size"][-1]
-    given = {} if settings["attention"] is None else {"attention": settings["attention"]}
-    given |= {f"kwargs.{key}": value for key, value in settings["kwargs"].items()}
-    differ = [] if settings["name"] == name else [f"model.name={settings['name']}"]
-    for key, value in given.items():
-        try:
-            other = timm.create_model(name, num_classes=K, **{key.removeprefix("kwargs."): value})
-        except (TypeError, ValueError, AssertionError):  # invalid without another setting
-            other = None
-        if other is None or not _same_logits(plain, other, own):
-            differ.append(f"model.{key}={value}")
-    raise ValueError(
-        f"the run's model is not {name} as pretrained=True builds it: with the same weights the outputs differ. "
-        f"Settings of the run that are not the name's own: {', '.join(differ) or 'none that can be told'}. Train "
-        "without them, or give the name of a model that has them"
-    )
+    if not _same_logits(model, timm.create_model(name, num_classes=model.num_classes), size):
+        chosen = {"name": settings["name"], "attention": settings["attention"], **settings["kwargs"]}
+        listed = ", ".join(f"{key}={value}" for key, value in chosen.items() if value is not None)
+        raise ValueError(
+            f"the run's model is not {name} as pretrained=True builds it: with the same weights the outputs differ. "
+            f"The run has {listed}. Train without the settings that {name} does not have, or give the name of a model "
+            "that has them"
+        )
 
 
 @torch.no_grad()

@@ -3,8 +3,6 @@
 Anyone may have written a file: only tensors and plain values are read, never code.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -156,10 +154,7 @@ def read_state_dict(path: Path) -> StateDict:
         if isinstance(content, dict) and isinstance(content.get(wrapper), dict):
             content = content[wrapper]
     if not _is_state_dict(content):
-        raise ValueError(
-            f"{path} holds no state dict (names and their tensors), alone or under one of "
-            f"{', '.join(map(repr, WRAPPERS))}"
-        )
+        raise ValueError(f"{path} holds no state dict, alone or under {' or '.join(map(repr, WRAPPERS))}")
     return {key.removeprefix("module."): value for key, value in content.items()}
 
 

@@ -9,8 +9,6 @@ The three code bases name a few parameters differently; every key is accounted f
     blocks.i.attn.temperature of an XCiT    has no place in SimA: dropped, and said so
 """
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass, field

@@ -71,9 +71,7 @@ class SimXcit(Xcit):
         if class_attention not in CLASS_ATTENTIONS:
             raise unknown_name("class attention", class_attention, CLASS_ATTENTIONS)
         if class_token_ref is not None and class_attention != "sima":
-            raise ValueError(
-                f"class_token_ref is for SimA's class attention only, got class_attention={class_attention!r}"
-            )
+            raise ValueError(f"class_token_ref is for SimA's class attention, got class_attention={class_attention!r}")
         height, width = to_2tuple(img_size)
         whole = (-(-height // patch_size) * patch_size, -(-width // patch_size) * patch_size)
         super().__init__(

@@ -3,8 +3,6 @@
 Shapes: B batch, H heads, N tokens, D channels per head, C = H * D.
 """
 
-from __future__ import annotations
-
 import functools
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar

@@ -50,10 +50,7 @@ class SimMultiheadAttention(LeafModule):
         if dropout:
             raise ValueError(f"dropout must be 0, got {dropout}: SimA has no attention matrix to drop entries from")
         if add_bias_kv or add_zero_attn:
-            raise ValueError(
-                "add_bias_kv and add_zero_attn must be False: an extra key token would enter |K|_1 and change "
-                "every other token's weight"
-            )
+            raise ValueError("add_bias_kv and add_zero_attn must be False: an extra key would enter |K|_1")
         if kdim not in (None, embed_dim) or vdim not in (None, embed_dim):
             raise ValueError(
                 f"kdim and vdim must be embed_dim={embed_dim}, got {kdim} and {vdim}; for another width use "

@@ -4,16 +4,15 @@ SimA's output shrinks as 1/N. `token_ref`, the number of tokens at the training 
 layers were trained with. The number may differ between modules, so a forward pass at the training size counts it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sima_attn.nn.class_attention import SimClassAttention
+from sima_attn.nn.eval_mode import eval_mode
 
 
 def sima_modules(model: nn.Module) -> list[Any]:
@@ -66,12 +65,8 @@ def tokens_at(model: nn.Module, modules: list[Any], size: int) -> list[float]:
     def count(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         counts[module] = float(inputs[0].shape[1])
 
-    hooks = [module.register_forward_pre_hook(count) for module in modules]
-    was_training = model.training
-    try:
-        model.eval()(next(model.parameters()).new_zeros(1, 3, size, size))
-    finally:
-        model.train(was_training)
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, eval_mode(model):
+        for module in modules:
+            hooks.callback(module.register_forward_pre_hook(count).remove)
+        model(next(model.parameters()).new_zeros(1, 3, size, size))
     return [counts[module] for module in modules]

@@ -3,14 +3,14 @@
 Shapes: K classes; maps are lists of rows.
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from PIL.Image import Image
 from torch import Tensor, nn
 
 from sima_attn.auditing import audit
@@ -22,9 +22,6 @@ from sima_attn.explain.reading import Layer, Reading, read_attention
 from sima_attn.nn.attention import SimAttention
 from sima_attn.report.timing import time_interleaved
 from sima_attn.serve.limits import Limits, Refusal
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 SIZES = (64, 96, 128, 192, 224, 256, 384, 512)
 TIMED_SECONDS = 1.0
@@ -102,32 +99,28 @@ class Analyzer:
         self.photo_model, self.limits = photo_model, limits
         fitting = [size for size in SIZES if 1 <= (size // photo_model.multiple) ** 2 <= limits.tokens]
         self.sizes = sorted({*fitting, photo_model.size}) if photo_model.any_size else [photo_model.size]
-        self._facts: ModelFacts | None = None
         # Raises for a model without attention now, not at each request.
-        self._layers = len(
-            read_attention(photo_model.model, torch.zeros(1, 3, photo_model.size, photo_model.size)).layers
-        )
-        self._twins: tuple[nn.Module, nn.Module] | None = None
+        blank = torch.zeros(1, 3, photo_model.size, photo_model.size)
+        self._layers = len(read_attention(photo_model.model, blank).layers)
 
+    @cached_property
     def facts(self) -> ModelFacts:
-        """Facts about the model, computed at the first call."""
-        if self._facts is None:
-            model, size = self.photo_model.model, self.photo_model.size
-            report = audit(model, size)
-            self._facts = ModelFacts(
-                name=self.photo_model.name,
-                trained=self.photo_model.trained,
-                size=size,
-                sizes=self.sizes,
-                layers=self._layers,
-                params=report.params,
-                macs=report.macs,
-                exps_in_attention=report.attention_exps,
-                exps_elsewhere=report.other_exps,
-                summary=report.summary(),
-                classes=int(getattr(model, "num_classes", 0)),
-            )
-        return self._facts
+        """Facts about the model, computed when they are first asked for."""
+        model, size = self.photo_model.model, self.photo_model.size
+        report = audit(model, size)
+        return ModelFacts(
+            name=self.photo_model.name,
+            trained=self.photo_model.trained,
+            size=size,
+            sizes=self.sizes,
+            layers=self._layers,
+            params=report.params,
+            macs=report.macs,
+            exps_in_attention=report.attention_exps,
+            exps_elsewhere=report.other_exps,
+            summary=report.summary(),
+            classes=int(getattr(model, "num_classes", 0)),
+        )
 
     def analyse(self, photo: Image, size: int | None = None) -> Analysis:
         """The five most probable classes, and the maps of all layers."""
@@ -155,7 +148,7 @@ class Analyzer:
     def times(self, photo: Image, size: int) -> Times:
         """Time of the model with both attentions."""
         self._check_size(size)
-        sima, softmax = self._sima_and_softmax()
+        sima, softmax = self._sima_and_softmax
         image = self.photo_model.prepare(photo, size).to(next(sima.parameters()))
 
         def forward(model: nn.Module) -> None:
@@ -181,22 +174,19 @@ class Analyzer:
         if size not in self.sizes:
             raise Refusal(422, f"size must be one of {', '.join(map(str, self.sizes))}, got {size}")
 
+    @cached_property
     def _sima_and_softmax(self) -> tuple[nn.Module, nn.Module]:
         """The model and its converted copy, whose weights do not affect the time."""
-        if self._twins is None:
-            model = self.photo_model.model
-            if any(isinstance(module, SimAttention) for module in model.modules()):
-                self._twins = model, softmax_twin(model)
-            else:
-                other = copy.deepcopy(model)
-                try:
-                    convert(other, "sima")
-                except ValueError:
-                    raise Refusal(
-                        422, f"{self.photo_model.name} cannot be converted to SimA, so there is nothing to compare"
-                    ) from None
-                self._twins = other.eval(), model
-        return self._twins
+        model = self.photo_model.model
+        if any(isinstance(module, SimAttention) for module in model.modules()):
+            return model, softmax_twin(model)
+        other = copy.deepcopy(model)
+        try:
+            convert(other, "sima")
+        except ValueError:
+            text = f"{self.photo_model.name} cannot be converted to SimA, so there is nothing to compare"
+            raise Refusal(422, text) from None
+        return other.eval(), model
 
 
 class SoftmaxCore(nn.Module):

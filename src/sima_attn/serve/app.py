@@ -137,7 +137,7 @@ def create_app(
     async def model() -> ModelFacts:
         """The model and its cost."""
         with gate.admit():
-            return await gate.run(analyzer.facts)
+            return await gate.run(lambda: analyzer.facts)
 
     @app.post("/api/analyse", openapi_extra=PHOTO_BODY, responses=REFUSALS)
     async def analyse(request: Request, size: Size | None = None) -> Analysis:
@@ -160,15 +160,8 @@ def create_app(
 def _add_page(app: FastAPI) -> None:
     folder = files("sima_attn.serve").joinpath("page")
     for route, (name, kind) in PAGE.items():
-        content = folder.joinpath(name).read_bytes()
-        app.get(route, include_in_schema=False)(_constant(content, f"{kind}; charset=utf-8"))
-
-
-def _constant(content: bytes, kind: str) -> Callable[[], Awaitable[Response]]:
-    async def answer() -> Response:
-        return Response(content, media_type=kind)
-
-    return answer
+        answer = partial(Response, folder.joinpath(name).read_bytes(), media_type=f"{kind}; charset=utf-8")
+        app.add_route(route, lambda _request, answer=answer: answer(), methods=["GET"])  # type: ignore[misc]
 
 
 def _add_samples(app: FastAPI, offered: Mapping[str, Path], limits: Limits, gate: Gate) -> None:
@@ -270,19 +263,15 @@ def _answer_errors(app: FastAPI, hosts: tuple[str, ...] | None) -> None:
         return response
 
     @app.exception_handler(Refusal)
-    async def refuse(_request: Request, refusal: Exception) -> JSONResponse:
-        assert isinstance(refusal, Refusal)
+    async def refuse(_request: Request, refusal: Refusal) -> JSONResponse:
         return answer(refusal.status, refusal.message)
 
     @app.exception_handler(HTTPException)
-    async def http(_request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, HTTPException)
+    async def http(_request: Request, error: HTTPException) -> JSONResponse:
         response = answer(error.status_code, str(error.detail))
         response.headers.update(error.headers or {})
         return response
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, RequestValidationError)
-        found = "; ".join(f"{one['loc'][-1]}: {one['msg']}" for one in error.errors())
-        return answer(422, found)
+    async def invalid(_request: Request, error: RequestValidationError) -> JSONResponse:
+        return answer(422, "; ".join(f"{one['loc'][-1]}: {one['msg']}" for one in error.errors()))

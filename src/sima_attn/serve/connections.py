@@ -1,7 +1,5 @@
 """Limits of a connection: timeouts for slow clients, a maximum number of connections, and a short log."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import logging

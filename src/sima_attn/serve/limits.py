@@ -1,7 +1,5 @@
 """Limits of a request, and the gate that enforces them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Uploaded bytes -> photo, or a refusal with the reason. Sample photos of the page."""
 
-from __future__ import annotations
-
 import io
 import re
 import warnings

@@ -1,34 +1,24 @@
 """Runs the page with uvicorn."""
 
-from __future__ import annotations
-
 import asyncio
-import errno
 import os
 import socket
 from contextlib import suppress
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import uvicorn
+import uvicorn
 
-    from sima_attn.explain.photo_model import PhotoModel
-    from sima_attn.serve.limits import Limits
+from sima_attn.explain.photo_model import PhotoModel
+from sima_attn.serve.app import LOCAL, create_app
+from sima_attn.serve.connections import BoundedConnection
+from sima_attn.serve.in_browser import InBrowser
+from sima_attn.serve.limits import Limits
 
-NEEDED = ("fastapi", "uvicorn", "PIL")
 # Also the number of connections that asyncio accepts in one step, before excess ones are closed. The sum with
 # `Limits.connections` is below 256, the limit of open files of a process on some systems.
 BACKLOG = 64
-
-
-def check_installed() -> None:
-    """Raise if a package is missing."""
-    missing = [name for name in NEEDED if find_spec(name) is None]
-    if missing:
-        raise ValueError(f"the page needs {', '.join(missing)}, not installed: pip install 'sima-attn[serve]'")
 
 
 def serve(
@@ -42,11 +32,6 @@ def serve(
     onnxruntime_web: Path | None = None,
 ) -> None:
     """Serve until Ctrl-C or SIGTERM; running requests then have `limits.stop_seconds` to finish."""
-    import uvicorn
-
-    from sima_attn.serve.app import LOCAL, create_app
-    from sima_attn.serve.in_browser import InBrowser
-
     hosts = LOCAL if host in LOCAL else None
     in_browser = InBrowser(onnx, onnxruntime_web)
     app = create_app(photo_model, samples=samples, limits=limits, hosts=hosts, in_browser=in_browser)
@@ -57,11 +42,9 @@ def serve(
             listener.bind((host, port))
             listener.listen(BACKLOG)  # before the address is printed, so that clients can connect at once
         except OSError as error:
-            if error.errno in (errno.EADDRINUSE, errno.EACCES):
-                raise ValueError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from None
             raise ValueError(
-                f"cannot listen on {host}: {error.strerror}; --host is a name or an address of this machine, such as "
-                "127.0.0.1, or 0.0.0.0 for all of them"
+                f"cannot listen on {host}:{port}: {error.strerror}; choose another --port, or a --host that is an "
+                "address of this machine, such as 127.0.0.1, or 0.0.0.0 for all of them"
             ) from None
         shown = f"[{host}]" if ":" in host else host
         print(f"http://{shown}:{listener.getsockname()[1]}  (Ctrl-C to stop)", flush=True)
@@ -74,9 +57,6 @@ def serve(
 
 def server_config(app: Any, limits: Limits) -> uvicorn.Config:
     """Settings of uvicorn."""
-    import uvicorn
-
-    from sima_attn.serve.connections import BoundedConnection
 
     async def until_stopped(scope: Any, receive: Any, send: Any) -> None:
         with suppress(asyncio.CancelledError):  # the server stops: not an error

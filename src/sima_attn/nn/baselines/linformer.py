@@ -26,10 +26,7 @@ class LinformerAttention(Attention):
     ) -> None:
         super().__init__(dim, num_heads, *args, **kwargs)
         if num_tokens is None or num_tokens < 1 or rank < 1:
-            raise ValueError(
-                f"LinformerAttention learns one weight per token: pass num_tokens >= 1 and rank >= 1, got "
-                f"num_tokens={num_tokens}, rank={rank}"
-            )
+            raise ValueError(f"pass num_tokens >= 1 and rank >= 1 to LinformerAttention, got {num_tokens} and {rank}")
         factory: dict[str, Any] = {"device": self.proj.weight.device, "dtype": self.proj.weight.dtype}
         self.num_tokens, self.rank = num_tokens, rank
         self.project_k = nn.Parameter(torch.empty(rank, num_tokens, **factory))
@@ -51,10 +48,7 @@ class LinformerAttention(Attention):
 
     def check_tokens(self, k: Tensor) -> None:
         if k.shape[-2] != self.num_tokens:
-            raise ValueError(
-                f"this LinformerAttention was built for num_tokens={self.num_tokens}, got {k.shape[-2]} tokens; "
-                "Linformer supports one token count only"
-            )
+            raise ValueError(f"this Linformer was built for num_tokens={self.num_tokens}, got {k.shape[-2]} tokens")
 
     def cost(self, shape: AttentionShape) -> Cost:
         N, M, D, Dv, R = shape.N, shape.M, shape.D, shape.Dv, self.rank

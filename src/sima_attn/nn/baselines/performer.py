@@ -36,8 +36,6 @@ class PerformerAttention(Attention):
         super().__init__(dim, num_heads, *args, **kwargs)
         D = self.head_dim
         self.num_features = max(1, int(D * math.log(D))) if num_features is None else num_features
-        if self.num_features < 1:
-            raise ValueError(f"num_features must be at least 1, got {num_features}")
         self.directions: Tensor
         self.register_buffer("directions", torch.empty(self.num_features, D, device=self.proj.weight.device))
         self.redraw()

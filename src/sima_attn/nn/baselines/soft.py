@@ -60,8 +60,6 @@ class SoftAttention(Attention):
         self, dim: int, num_heads: int = 8, *args, ratio: int = 2, grid: tuple[int, int] | None = None, **kwargs
     ) -> None:
         super().__init__(dim, num_heads, *args, **kwargs)
-        if ratio < 1:
-            raise ValueError(f"ratio must be at least 1, got {ratio}")
         factory: dict[str, Any] = {"device": self.proj.weight.device, "dtype": self.proj.weight.dtype}
         self.ratio, self.grid = ratio, grid
         self.landmark_conv = nn.Conv2d(self.head_dim, self.head_dim, ratio, stride=ratio, bias=False, **factory)
@@ -77,20 +75,12 @@ class SoftAttention(Attention):
 
     def landmarks(self, q: Tensor) -> Tensor:
         (B, H, N, D) = q.shape
-        rows, columns = self.grid_of(N)
+        rows, columns = token_grid(N, self.grid, type(self).__name__)
         maps = q.transpose(-1, -2).reshape(B * H, D, rows, columns)
         tokens = F.conv2d(maps, self.landmark_conv.weight.to(q.dtype), stride=self.ratio)
         tokens = tokens.flatten(2).transpose(1, 2).reshape(B, H, -1, D)  # [B, H, m, D]
         norm = self.landmark_norm
         return F.gelu(F.layer_norm(tokens, (D,), norm.weight.to(q.dtype), norm.bias.to(q.dtype), norm.eps))
-
-    def grid_of(self, N: int) -> tuple[int, int]:
-        rows, columns = token_grid(N, self.grid, type(self).__name__)
-        if min(rows, columns) < self.ratio:
-            raise ValueError(
-                f"a grid of {rows} x {columns} tokens has no {self.ratio} x {self.ratio} patch for a landmark"
-            )
-        return rows, columns
 
     def matrix(self, q: Tensor, k: Tensor) -> Tensor:
         landmarks = self.landmarks(q)
@@ -99,7 +89,7 @@ class SoftAttention(Attention):
 
     def cost(self, shape: AttentionShape) -> Cost:
         N, M, D, Dv = shape.N, shape.M, shape.D, shape.Dv
-        rows, columns = self.grid_of(N)
+        rows, columns = token_grid(N, self.grid, type(self).__name__)
         m = (rows // self.ratio) * (columns // self.ratio)
         convolution = m * (D * self.ratio) * (D * self.ratio)
         kernels = N * m * D + m * m * D
