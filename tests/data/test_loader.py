@@ -10,7 +10,6 @@ from PIL import Image
 from torch import distributed
 
 import forked
-from sima_attn._settings import to_dict
 from sima_attn.data.cache import Cache
 from sima_attn.data.loader import (
     BrokenImages,
