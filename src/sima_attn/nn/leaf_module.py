@@ -30,6 +30,6 @@ class LeafModule(nn.Module):
     def __prepare_scriptable__(self) -> nn.Module:
         """Called by torch.jit.script on each module before it compiles anything."""
         raise ValueError(
-            f"{type(self).__name__} is not supported by torch.jit.script, because it branches on the shapes of its "
+            f"{type(self).__name__} is not supported by torch.jit.script, because it branches on the properties of its "
             "inputs; use torch.compile or torch.export instead"
         )
