@@ -3,7 +3,8 @@
     python benchmarks/tune_tiles.py --out tiles.csv            # all shapes, several minutes
     python benchmarks/tune_tiles.py --kernel forward_head --shape 256,196,6,64
 
-Tiles are compiled by all cores first, then timed one after the other. The best ones are printed, all are written.
+Tiles are compiled by all cores first, then checked and timed one after the other. The best ones are printed, all are
+written. A tile whose result is wrong is named: compilers have bugs.
 """
 
 import argparse
@@ -18,37 +19,39 @@ import torch
 import triton
 
 from sima_attn.ops import api, sima_attention_qkv, triton_launch
-from sima_attn.ops.triton_tiles import Tile, choose_tile
+from sima_attn.ops.triton_tiles import Tile, choose_tile, padded
 from sima_attn.report.cuda_timing import time_graphs
 
 SHAPES = {
     "forward_head": ["256,196,6,64", "256,196,8,48", "32,196,6,64", "1,196,6,64", "256,64,3,64", "256,128,6,64",
-                     "512,64,6,64", "128,256,6,64", "64,512,6,64", "32,1024,6,64"],
-    "outer_products": ["8,4096,6,64", "8,9216,6,64", "1,36864,6,64", "16,2048,6,64"],
-    "apply_forward": ["8,4096,6,64", "8,9216,6,64", "1,36864,6,64", "16,2048,6,64"],
+                     "512,64,6,64", "128,256,6,64", "64,512,6,64", "32,1024,6,64", "1,577,6,64", "4,784,16,96"],
+    "outer_products": ["8,4096,6,64", "8,9216,6,64", "1,36864,6,64", "16,2048,6,64", "1,1025,6,64"],
+    "apply_forward": ["8,4096,6,64", "8,9216,6,64", "1,36864,6,64", "16,2048,6,64", "1,1025,6,64"],
     "backward_head": ["256,196,6,64", "256,196,8,48", "256,64,3,64"],
     "apply_backward": ["32,1024,6,64", "8,4096,6,64", "8,9216,6,64"],
 }  # fmt: skip
-ROWS, WARPS, STAGES, REGISTERS, TILES = (
+ROWS, WARPS, STAGES, COLUMNS, REGISTERS, TILES = (
     (16, 32, 64, 128, 256),
     (1, 2, 4, 8),
     (1, 2, 3, 4),
+    (16, 32, 64, 128),
     (None, 96, 128, 168),
     (1, 2, 4, 8),
 )
 
 
-def tiles(kernel: str, tokens: int) -> list[Tile]:
-    """A grid of tiles, without those that cannot be good."""
+def tiles(kernel: str, B: int, tokens: int, H: int, D: int) -> list[Tile]:
+    """A grid of tiles, without those that cannot be good. Heads are divided into columns where they are few or wide."""
+    columns = [c for c in COLUMNS if c <= padded(D)] if B * H < 132 or D > 64 else [64]
     many = TILES if kernel.startswith("apply") else (4,)
     registers = REGISTERS if kernel.endswith("head") else (None,)
     return [
-        Tile(rows, warps, stages, tiles=count, registers=limit)
-        for rows, warps, stages, count, limit in itertools.product(ROWS, WARPS, STAGES, many, registers)
-        if rows <= max(16, 2 * tokens)
-        and 16 <= rows // warps <= 64
-        and (stages == 1) == (tokens <= rows)
-        and rows * stages <= 384
+        tile
+        for tile in map(Tile._make, itertools.product(ROWS, WARPS, STAGES, columns, many, registers))
+        if tile.rows <= max(16, 2 * tokens)
+        and 16 <= tile.rows // tile.warps <= 64
+        and (tile.stages == 1) == (tokens <= tile.rows)
+        and tile.rows * tile.stages <= 384
     ]
 
 
@@ -57,7 +60,7 @@ def runner(kernel: str, shape: str):
     B, N, H, D = map(int, shape.split(","))
     qkv = torch.randn(B, N, 3, H, D, device="cuda", dtype=torch.bfloat16)
     if "backward" not in kernel:
-        return lambda: sima_attention_qkv(qkv)
+        return lambda: (sima_attention_qkv(qkv),)
     qkv.requires_grad_()
     grad = torch.randn(B, N, H, D, device="cuda", dtype=torch.bfloat16)
     return lambda: torch.autograd.grad(sima_attention_qkv(qkv), qkv, grad)
@@ -94,17 +97,24 @@ def main() -> None:
     rows, number = [], 0
     for kernel in arguments.kernel or SHAPES:
         for shape in arguments.shape or SHAPES[kernel]:
-            call, timed = None, []
-            for tile in tiles(kernel, int(shape.split(",")[1])):
+            call, expected, timed = None, None, []
+            for tile in tiles(kernel, *map(int, shape.split(","))):
                 number += 1
                 if number % shares != share:
                     continue
-                call = call or runner(kernel, shape)
+                if call is None:
+                    call = runner(kernel, shape)
+                    force(kernel, None)
+                    (expected,) = call()
                 force(kernel, tile)
                 try:
-                    call()
-                    if not compiling:
-                        timed.append((time_graphs({"": call}, seconds=0.01, least_samples=5)[""].p50 * 1e6, tile))
+                    (found,) = call()
+                    if compiling:
+                        continue
+                    if not (found - expected).float().norm() < 1e-2 * expected.float().norm():
+                        print(f"{kernel:15} {shape:14} WRONG RESULT  {tile}", flush=True)
+                        continue
+                    timed.append((time_graphs({"": call}, seconds=0.01, least_samples=5)[""].p50 * 1e6, tile))
                 except triton.runtime.errors.OutOfResources:
                     continue
             force(kernel, None)
