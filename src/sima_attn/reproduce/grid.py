@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sima_attn._errors import unknown_name
+from sima_attn._errors import check_known
 from sima_attn.dino.task import CollapseError
 from sima_attn.report.rows import provenance_columns, read_rows, write_rows
 from sima_attn.reproduce.processes import in_processes
@@ -107,8 +107,7 @@ class Grid:
         """The runs with these names, by default all."""
         known = {run.name: run for run in self.runs}
         for name in only:
-            if name not in known:
-                raise unknown_name("run", name, known)
+            check_known("run", name, known)
         return [known[name] for name in dict.fromkeys(only)] or list(self.runs)
 
     def make_run(
