@@ -113,12 +113,9 @@ def show_shapes(shapes: Iterable[Shape]) -> str:
 
 
 def _total(calls: Iterable[ExpCall]) -> int | None:
-    total = 0
-    for call in calls:
-        if call.count is None:
-            return None
-        total += call.count
-    return total
+    counts = [call.count for call in calls]
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
 
 
 def _in_words(calls: Iterable[ExpCall]) -> str:

@@ -83,7 +83,7 @@ def knn_command(
     from sima_attn.data.sources import class_words
     from sima_attn.probe.feature_map import MAPS, plot_feature_map
     from sima_attn.probe.features import load_backbone
-    from sima_attn.probe.knn import knn_accuracy, plot_neighbours
+    from sima_attn.probe.knn import features_accuracy, plot_neighbours
 
     check_known("map", method, MAPS)
     check_value(temperature, PositiveFloat, "the temperature")
@@ -98,17 +98,8 @@ def knn_command(
     )
     counts = k or [count for count in (10, 20, 100, 200) if count <= len(bank.values)] or [len(bank.values)]
     with progress_bar() as bar:
-        rows = knn_accuracy(
-            queries.values,
-            queries.labels,
-            bank.values,
-            bank.labels,
-            classes=len(bank.classes),
-            k=counts,
-            temperature=temperature,
-            device=device,
-            on_step=step_callback(bar, "neighbours"),
-        )
+        on_step = step_callback(bar, "neighbours")
+        rows = features_accuracy(queries, bank, k=counts, temperature=temperature, device=device, on_step=on_step)
     lines = [[str(r.k), f"{r.top1:.2f}", f"{r.top5:.2f}", f"{r.images}", f"{r.bank}"] for r in rows]
     print_table(TextTable(["k", "top-1", "top-5", "images", "bank"], lines), title=f"k-NN of {model}")
     if out is not None:

@@ -106,6 +106,12 @@ def knn_accuracy(
     return vote_accuracy(cosines, known[indices], truth, classes=classes, k=k, temperature=temperature, bank=len(bank))
 
 
+def features_accuracy(queries: Features, bank: Features, **options: Any) -> list[KnnRow]:
+    """`knn_accuracy` of features; `options` are its own."""
+    sides = (queries.values, queries.labels, bank.values, bank.labels)
+    return knn_accuracy(*sides, classes=len(bank.classes), **options)
+
+
 def vote_accuracy(
     cosines: Tensor,
     neighbours: Tensor,
