@@ -219,7 +219,7 @@ def knn_speed_table(rows: list[KnnSpeedRow]) -> TextTable:
         ]
         for row in rows
     ]
-    return TextTable(header, lines, bold=set())
+    return TextTable(header, lines)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -86,7 +86,7 @@ def main() -> None:
     rows = list(bench_folding(arguments.seconds))
     write_rows(arguments.out, rows)
     lines = [[f"{r.B}, {r.N}", f"{r.separate_us:.1f}", f"{r.folded_us:.1f}", f"{r.speedup:.2f}x"] for r in rows]
-    print(TextTable(["B, N", "separate, us", "folded, us", "gain"], lines, set()).markdown())
+    print(TextTable(["B, N", "separate, us", "folded, us", "gain"], lines).markdown())
     print(f"Rows: {arguments.out}")
 
 

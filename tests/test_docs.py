@@ -178,7 +178,7 @@ def with_columns(table: TextTable, *columns: str) -> TextTable:
 def with_lines(table: TextTable, *starts: tuple[str, ...]) -> TextTable:
     """The table with only the lines that start with these cells, in this order."""
     found = {tuple(line[: len(start)]): line for start in starts for line in table.lines}
-    return TextTable(table.header, [found[start] for start in starts], bold=set())
+    return TextTable(table.header, [found[start] for start in starts])
 
 
 # The cases of `model.csv` in the README: what a user meets first, and where SimA pays.

@@ -1,7 +1,7 @@
 """Errors with one wording: what was given, what is allowed, what to do."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from importlib.util import find_spec
 
 MOST_LISTED = 100
@@ -14,6 +14,12 @@ def unknown_name(kind: str, given: object, known: Iterable[str]) -> ValueError:
     listed = f"; known: {', '.join(known)}" if few else ""
     near = " or ".join(map(repr, difflib.get_close_matches(str(given), known, n=1 if few else 3)))
     return ValueError(f"unknown {kind} {given!r}{listed}" + (f"; did you mean {near}?" if near else ""))
+
+
+def check_known(kind: str, given: object, known: Collection[str]) -> None:
+    """Raise if a name is unknown."""
+    if given not in known:
+        raise unknown_name(kind, given, known)
 
 
 def check_installed(what: str, *packages: str, extra: str) -> None:

@@ -15,8 +15,7 @@ from sima_attn.auditing import ExpCall, assert_exp_free, audit
 from sima_attn.nn import ATTENTIONS, SimAttention, create_attention
 from sima_attn.ops import AttentionShape
 from sima_attn.report.rows import read_rows
-from sima_attn.reproduce.paper_models import TABLE_1
-from sima_attn.reproduce.table_1 import ModelRow, count_models, table_1
+from sima_attn.reproduce.table_1 import TABLE_1, ModelRow, count_models, table_1
 
 SMALL = {"img_size": 32, "patch_size": 8, "depth": 2, "num_classes": 5, "embed_dim": 24, "num_heads": 3}
 SOFTMAX = 2 * 3 * 17 * 17  # layers, heads, tokens squared

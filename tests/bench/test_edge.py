@@ -23,8 +23,8 @@ from sima_attn.bench.paper_edge import (
     paper_edge_table,
     paper_gpu_table,
 )
-from sima_attn.export.quantize import FileRow, metadata_of
-from sima_attn.export.runtimes import installed_runtimes
+from sima_attn.export.quantize import FileRow
+from sima_attn.export.runtimes import installed_runtimes, read_metadata
 from sima_attn.models import loading
 from sima_attn.models.pretrained import weights_file
 from sima_attn.report.rows import read_rows, write_rows
@@ -225,7 +225,7 @@ def test_export_quantise_and_audit_from_the_command_line(tmp_path, monkeypatch):
     for _ in range(2):
         sima("quantize", run, *common)
         assert [row.model for row in read_rows(rows, FileRow)] == [full.model] * 2 + ["a-run"] * 2
-    assert metadata_of(run / "model.int8.onnx")["model"] == "a-run"
+    assert read_metadata(run / "model.int8.onnx")["model"] == "a-run"
     assert "no exp-like call" in sima("audit", tmp_path / "m.int8.onnx", "--fail-on-exp")
 
 

@@ -17,13 +17,12 @@ from sima_attn.export.quantize import (
     FileRow,
     Images,
     convert_linear_to_gemm,
-    metadata_of,
     open_images,
     quantize_onnx,
     quantize_table,
     quantized_graph,
 )
-from sima_attn.export.runtimes import OnnxRuntime, installed_runtimes, open_model
+from sima_attn.export.runtimes import OnnxRuntime, installed_runtimes, open_model, read_metadata
 from sima_attn.models.preprocessing import Preprocessing
 from sima_attn.models.pretrained import read_card, weights_file
 from sima_attn.report.rows import read_rows
@@ -101,7 +100,7 @@ def test_it_stays_exp_free_and_says_what_it_is(int8):
     assert (report.fp32.format, report.fp32.calibration_images) == ("fp32", 0)
     assert (report.int8.format, report.int8.calibration_images) == ("int8", 32)
     assert "weights 8 bits" in report.int8.settings
-    found = metadata_of(path)
+    found = read_metadata(path)
     assert found["precision"] == "int8"
     assert found["calibration_images"] == "32"
     assert found["model"] == "VisionTransformer"
@@ -223,7 +222,7 @@ def test_linear_layers_become_gemm_and_compute_the_same_at_every_size(tmp_path):
 def test_images_come_from_a_data_folder_as_the_file_takes_them(fp32, tmp_path):
     image = pytest.importorskip("PIL.Image")
     pytest.importorskip("sklearn")
-    metadata = metadata_of(fp32)
+    metadata = read_metadata(fp32)
     digits = open_images("digits", metadata, split="train", most=40)
     assert len(digits) == len(digits.labels) == 40
     assert next(iter(digits)).shape == (3, SIZE, SIZE)
@@ -265,12 +264,12 @@ def test_wrong_inputs_are_said_and_leave_no_file(fp32, int8, tmp_path):
     with pytest.raises(ValueError, match="no preprocessing metadata"):
         open_images(tmp_path, {})
     with pytest.raises(FileNotFoundError, match=r"has no val images: .*, nor val-\*\.tar"):
-        open_images(tmp_path, metadata_of(fp32))
+        open_images(tmp_path, read_metadata(fp32))
     with pytest.raises(FileNotFoundError, match="none does not exist; set it with --data"):
-        open_images(tmp_path / "none", metadata_of(fp32))
+        open_images(tmp_path / "none", read_metadata(fp32))
     if find_spec("sklearn"):
         with pytest.raises(ValueError, match="digits has 10 classes, the file has 2"):
-            open_images("digits", {**metadata_of(fp32), "labels": '["a", "b"]'})
+            open_images("digits", {**read_metadata(fp32), "labels": '["a", "b"]'})
     assert list(tmp_path.iterdir()) == []
 
 

@@ -113,8 +113,9 @@ def test_neither_side_is_ever_read_whole(sides, tmp_path):
             return part
 
     both = Watched(queries, "queries.npy"), Watched(bank, "bank.npy")
-    row = knn_accuracy(both[0], labels, both[1], bank_labels, classes=K, k=[20], query_block=10, bank_block=16)[0]
+    nearest(*both, 20, query_block=10, bank_block=16)
     assert [side.most for side in both] == [10, 16]
+    row = knn_accuracy(both[0], labels, both[1], bank_labels, classes=K, k=[20])[0]
     halves = [x.astype(np.float16) for x in (queries, bank)]
     assert row.top1 == pytest.approx(plain_knn(halves[0], labels, halves[1], bank_labels, 20, 0.07)[0])
 

@@ -28,7 +28,7 @@ from sima_attn.reproduce.miniature import (
     planned_runs,
 )
 from sima_attn.reproduce.miniature_report import paper_to_twin, plot, results_table, sizes_table, to_twin
-from sima_attn.reproduce.paper_models import TABLE_1
+from sima_attn.reproduce.table_1 import TABLE_1
 from small_runs import class_folders
 
 DOCS = Path(__file__).parents[2] / "docs" / "miniature.md"

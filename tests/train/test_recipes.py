@@ -9,7 +9,7 @@ import yaml
 
 import forked
 from sima_attn._settings import check, differences, flat, from_dict, to_dict, with_overrides
-from sima_attn.reproduce.paper_models import TABLE_1
+from sima_attn.reproduce.table_1 import TABLE_1
 from sima_attn.train.recipes import RECIPES, Recipe, named_recipe
 from sima_attn.train.run import RunFolder, provenance
 

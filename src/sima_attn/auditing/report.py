@@ -99,12 +99,12 @@ class AuditReport:
         """The calls grouped by kind and part, attention first; or one line per module."""
         if by_module:
             lines = [[call.module or "(model)", call.kind, call.part, call.shown_count] for call in self.calls]
-            return TextTable(["module", "kind", "part", "elements"], lines, bold=set())
+            return TextTable(["module", "kind", "part", "elements"], lines)
         groups: dict[tuple[str, str], list[ExpCall]] = {}
         for call in sorted(self.calls, key=lambda call: not call.in_attention):
             groups.setdefault((call.kind, call.part), []).append(call)
         lines = [[*group, str(len(calls)), _number(_total(calls))] for group, calls in groups.items()]
-        return TextTable(["kind", "part", "modules", "elements"], lines, bold=set())
+        return TextTable(["kind", "part", "modules", "elements"], lines)
 
 
 def show_shapes(shapes: Iterable[Shape]) -> str:
@@ -113,12 +113,9 @@ def show_shapes(shapes: Iterable[Shape]) -> str:
 
 
 def _total(calls: Iterable[ExpCall]) -> int | None:
-    total = 0
-    for call in calls:
-        if call.count is None:
-            return None
-        total += call.count
-    return total
+    counts = [call.count for call in calls]
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
 
 
 def _in_words(calls: Iterable[ExpCall]) -> str:

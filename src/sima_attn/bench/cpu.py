@@ -28,9 +28,6 @@ class Case:
     goal: float
     goal_training: float
 
-    def __str__(self) -> str:
-        return f"{self.B}, {self.H}, {self.N}, {self.D}"
-
 
 CASES = (
     Case(1, 6, 196, 64, goal=2.6, goal_training=1.5),

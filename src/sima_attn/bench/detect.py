@@ -158,4 +158,4 @@ def detect_table(rows: Sequence[DetectSpeedRow]) -> TextTable:
         called = [sima.timed, f"{twin.called_ms:,.1f}", f"{sima.called_ms:,.1f}"] * graphs
         memory = [f"{row.peak_mib:,.0f}" if row.peak_mib else "-" for row in (twin, sima)]
         lines.append([*what, *times, *called, *memory])
-    return TextTable(header, lines, bold=set())
+    return TextTable(header, lines)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sima_attn._errors import unknown_name
+from sima_attn._errors import check_known
 from sima_attn._files import atomic_write
 from sima_attn.auditing.model import audit
 from sima_attn.export import runtimes
@@ -147,12 +147,13 @@ def bench_edge(
     Files that are in `folder` are reused. By default a family is measured at its own sizes, in all runtimes that are
     installed. `on_step` is called with a description before each part, and `model_options` are passed to timm.
     """
-    check_choice("family", families, FAMILIES)
-    check_choice("precision", precisions, (FP32, INT8))
+    for precision in precisions:
+        check_known("precision", precision, (FP32, INT8))
     chosen = list(wanted_runtimes or runtimes.installed_runtimes())
     for runtime in chosen:
         runtimes.check_runtime(runtime)
     for name in families:
+        check_known("family", name, FAMILIES)
         if sizes and min(sizes) < FAMILIES[name].patch:
             raise ValueError(f"{name} takes images of {FAMILIES[name].patch} px or more, got {min(sizes)} px")
     if FP32 not in precisions:
@@ -165,13 +166,6 @@ def bench_edge(
             for count in threads:
                 on_step(f"{name}, {pixels} px, {count} thread{'s' * (count > 1)}")
                 yield _bench_group(name, pixels, count, files, peaks, chosen, seconds)
-
-
-def check_choice(kind: str, given: Sequence[str], known: Sequence[str] | dict) -> None:
-    """Raise for a name that is not in a table."""
-    for name in given:
-        if name not in known:
-            raise unknown_name(kind, name, known)
 
 
 def is_busy() -> bool:
@@ -356,4 +350,4 @@ def edge_summary(rows: Sequence[EdgeRow]) -> TextTable:
         twin = mine["twin", FP32]
         speeds = [f"{mine[key].speedup:.2f}x" if key in mine else "-" for key in columns.values()]
         lines.append([f"{family}, {twin.variant}", str(pixels), runtime, str(threads), f"{twin.p50_ms:.1f}", *speeds])
-    return TextTable(["model, its twin", "px", "runtime", "threads", "twin, ms", *columns], lines, bold=set())
+    return TextTable(["model, its twin", "px", "runtime", "threads", "twin, ms", *columns], lines)

@@ -36,13 +36,10 @@ def plot_time_against_tokens(rows: Sequence[DemoRow], path: Path) -> None:
                 style = "--" if mine[0].exps == 0 else "-"
                 axes.plot(tokens, times, style, marker=".", color=colours(names.index(name)), linewidth=1.2, label=name)
         first = rows[0]
-        axes.set_xscale("log")
-        axes.set_yscale("log")
+        axes.set(xscale="log", yscale="log", xlabel="tokens N", ylabel="time of the attention core, ms (median)")
         ticks = sorted({row.N for row in rows})
         axes.set_xticks(ticks, [str(n) for n in ticks])
         axes.minorticks_off()
-        axes.set_xlabel("tokens N")
-        axes.set_ylabel("time of the attention core, ms (median)")
         axes.set_title(f"{first.H} heads of {first.D} channels, float32, {first.threads} threads, {first.device}")
         axes.grid(alpha=0.3)
         axes.legend(title="dashed: no exp()", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
@@ -70,14 +67,12 @@ def plot_gpu(rows: Sequence[GpuRow], path: Path) -> None:
         left.axhline(limit, color="grey", linestyle=":", label="q, k, v read and o written once")
         ticks = sorted({row.N for row in everywhere})
         for axes in (left, right):
-            axes.set_xscale("log")
+            axes.set(xscale="log", xlabel="tokens per image N, 32768 tokens in total")
             axes.set_xticks(ticks, [str(n) for n in ticks])
             axes.minorticks_off()
-            axes.set_xlabel("tokens per image N, 32768 tokens in total")
             axes.grid(alpha=0.3)
-        left.set_yscale("log")
-        left.set_ylabel("time of the attention core, us (median)")
-        right.set_ylabel("share of the bandwidth limit, %")
+        left.set(yscale="log", ylabel="time of the attention core, us (median)")
+        right.set(ylabel="share of the bandwidth limit, %")
         left.legend(frameon=False)
         whole.suptitle(f"6 heads of 64 channels, bfloat16, forward, {rows[0].device}")
 
@@ -117,8 +112,7 @@ def plot_twins(rows: Sequence[TwinRow], out: Path, path: Path) -> None:
             label = f"{row.attention}: {row.top1:.1f} % at the end"
             epochs, top1 = [float(r["epoch"]) for r in log], [float(r["top1"]) for r in log]
             curves.plot(epochs, top1, color=colours[row.attention], label=label)
-        curves.set_xlabel("epoch")
-        curves.set_ylabel("accuracy on the test digits, %")
+        curves.set(xlabel="epoch", ylabel="accuracy on the test digits, %")
         curves.grid(alpha=0.3)
         curves.legend(frameon=False, loc="lower right")
         names = [row.attention for row in rows]

@@ -268,7 +268,7 @@ def paper_gpu_table(rows: Sequence[PaperGpuRow]) -> TextTable:
         paper = f"{sima.paper_slower:+.0%}" if sima.paper_slower else "-"
         as_paper = [f"{sima.p50_ms:.3f}", f"{sima.baseline_slower:+.0%}", paper]
         lines.append([*point, *as_paper, f"{ours.p50_ms:.3f}", f"{ours.baseline_slower:+,.0%}"])
-    return TextTable(header, lines, bold=set())
+    return TextTable(header, lines)
 
 
 def _packed(B: int, N: int, H: int, D: int, device: str) -> tuple[Tensor, Tensor, Tensor]:

@@ -46,7 +46,7 @@ def cpu_table(rows: Sequence[CpuRow], threads: int, direction: str) -> TextTable
                 f"{sima.matmul_gflops:.0f}",
             ]
         )
-    return TextTable(["B, H, N, D", "order", *forms, "goal", *compiled, "GFLOP/s", "matmul"], lines, bold=set())
+    return TextTable(["B, H, N, D", "order", *forms, "goal", *compiled, "GFLOP/s", "matmul"], lines)
 
 
 def demo_table(rows: Sequence[DemoRow], counted_tokens: int) -> TextTable:
@@ -96,7 +96,7 @@ def gpu_table(rows: Sequence[GpuRow], direction: str) -> TextTable:
                 _times(sima),
             ]
         )
-    return TextTable(header, lines, bold=set())
+    return TextTable(header, lines)
 
 
 def dtype_table(rows: Sequence[GpuRow]) -> TextTable:
@@ -112,7 +112,7 @@ def dtype_table(rows: Sequence[GpuRow]) -> TextTable:
         softmax = min((row for row in methods if row.method != "sima"), key=lambda row: row.p50_us)
         names = [", ".join(map(str, shape)), dtype, direction, softmax.method]
         lines.append([*names, _us(softmax.p50_us), _us(sima.p50_us), _us(sima.goal_us), _times(sima)])
-    return TextTable(header, lines, bold=set())
+    return TextTable(header, lines)
 
 
 def gpu_summary(rows: Sequence[GpuRow]) -> TextTable:
@@ -140,7 +140,7 @@ def gpu_summary(rows: Sequence[GpuRow]) -> TextTable:
                 _times(found.get(("sima", TRAINING))),
             ]
         )
-    return TextTable(header, lines, bold=set())
+    return TextTable(header, lines)
 
 
 def model_table(rows: Sequence[ModelSpeedRow]) -> TextTable:
@@ -163,7 +163,7 @@ def model_table(rows: Sequence[ModelSpeedRow]) -> TextTable:
         for twin, sima in _pairs(rows)
         if sima.mode == GRAPH
     ]
-    return TextTable(header, lines, bold=set())
+    return TextTable(header, lines)
 
 
 def step_table(rows: Sequence[ModelSpeedRow]) -> TextTable:
@@ -184,7 +184,7 @@ def step_table(rows: Sequence[ModelSpeedRow]) -> TextTable:
         for twin, sima in _pairs(rows)
         if sima.mode != GRAPH and twin.attention == "softmax"
     ]
-    return TextTable(header, lines, bold=set())
+    return TextTable(header, lines)
 
 
 def call_overhead_table(rows: Sequence[CallOverheadRow]) -> TextTable:
@@ -201,7 +201,7 @@ def call_overhead_table(rows: Sequence[CallOverheadRow]) -> TextTable:
         ]
         for softmax, sima in _pairs(rows)
     ]
-    return TextTable(header, lines, bold=set())
+    return TextTable(header, lines)
 
 
 def targets_table(models: Sequence[ModelSpeedRow], calls: Sequence[CallOverheadRow] = ()) -> TextTable:
@@ -227,7 +227,7 @@ def targets_table(models: Sequence[ModelSpeedRow], calls: Sequence[CallOverheadR
         for softmax, sima in _pairs(models)
         if sima.target
     ]
-    return TextTable(header, lines, bold=set())
+    return TextTable(header, lines)
 
 
 def _verdict(ratio: float, target: float) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
+from sima_attn._errors import check_known
 from sima_attn.cli import _options as option
 from sima_attn.cli._shared import console, print_table, progress_bar
 from sima_attn.report.figures import check_can_plot
@@ -172,7 +173,7 @@ def bench_edge_command(
     seconds: option.Seconds = 20.0,
 ) -> None:
     """Whole models against their SimA twins in ONNX Runtime and OpenVINO: time, memory, size."""
-    from sima_attn.bench.edge import FAMILIES, bench_edge, check_choice, edge_table, is_busy
+    from sima_attn.bench.edge import FAMILIES, bench_edge, edge_table, is_busy
     from sima_attn.bench.figures import plot_edge
     from sima_attn.export.onnx import check_installed
 
@@ -181,7 +182,8 @@ def bench_edge_command(
     if is_busy():
         console.print("[yellow]This machine is busy: times will be too long, and ratios may be wrong.[/yellow]")
     names = model or list(FAMILIES)
-    check_choice("family", names, FAMILIES)
+    for name in names:
+        check_known("family", name, FAMILIES)
     rows = measure(
         lambda show: bench_edge(
             files,
@@ -228,9 +230,7 @@ def bench_paper_gpu_command(
 ) -> None:
     """Figure A1 of the paper on a CUDA device: sweeps over resolution and width, fixed order, batch 8."""
     from sima_attn.bench.paper_edge import SWEEPS, bench_paper_gpu, paper_gpu_table
-    from sima_attn.report.cuda_timing import check_cuda
 
-    check_cuda()
     rows = measure(lambda show: bench_paper_gpu(seconds=seconds), out, sum(len(sweep.shapes) for sweep in SWEEPS))
     print_table(paper_gpu_table(rows), title=f"Figure A1, {rows[0].device}, float32, batch {rows[0].B}")
     print_paths(rows=out)

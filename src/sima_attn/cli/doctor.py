@@ -6,6 +6,7 @@
 import json
 import os
 import platform
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -148,26 +149,23 @@ def installed_packages() -> list[Package]:
 
     from packaging.requirements import Requirement
 
-    try:
-        declared = requires("sima-attn") or []
-    except PackageNotFoundError:  # a clone that runs without being installed
-        declared = []
+    declared = None
+    with suppress(PackageNotFoundError):  # a clone that runs without being installed
+        declared = requires("sima-attn")
     needs: dict[str, Requirement] = {"triton": Requirement("triton")}
     extras: dict[str, list[str]] = {"triton": ["cuda"]}
-    for requirement in map(Requirement, declared):
+    for requirement in map(Requirement, declared or []):
         extra = re.search(r"extra == \"([\w-]+)", str(requirement.marker))
         needs[requirement.name] = requirement
         extras.setdefault(requirement.name, []).append(extra[1] if extra else "")
     packages = []
     for name, requirement in needs.items():
-        try:
+        found = None
+        with suppress(PackageNotFoundError):
             found = version(name)
-        except PackageNotFoundError:
-            packages.append(Package(name, None, str(requirement.specifier), extras[name], "missing"))
-            continue
         # A torch built from source, such as 2.12.0a0, is accepted.
-        fits = requirement.specifier.contains(found, prereleases=True)
-        verdict = "ok" if fits else "wrong version"
+        fits = found is not None and requirement.specifier.contains(found, prereleases=True)
+        verdict = "ok" if fits else "missing" if found is None else "wrong version"
         packages.append(Package(name, found, str(requirement.specifier), extras[name], verdict))
     return packages
 

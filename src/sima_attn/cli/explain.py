@@ -117,7 +117,7 @@ def statistics_command(
         [r.model, str(r.layer + 1), f"{r.negative_share:.1%}", f"{r.largest_channel_share:.1%}", f"{1 / r.D:.1%}"]
         for r in rows
     ]
-    print_table(TextTable(header, lines, set()), title=f"attention over {rows[0].images} photos")
+    print_table(TextTable(header, lines), title=f"attention over {rows[0].images} photos")
     _say_written([out / "statistics.csv", out / "statistics.png"])
 
 
@@ -164,7 +164,7 @@ def deletion_command(
         if r.fraction == 0
     ]
     print_table(
-        TextTable(["map", "mode", "order", "area", "over random"], lines, set()),
+        TextTable(["map", "mode", "order", "area", "over random"], lines),
         title=f"mean probability of the right class, {rows[0].images} images",
         caption="deletion: lower falls faster; insertion: higher rises faster; ± is one standard error",
     )

@@ -83,19 +83,20 @@ def quantize_command(
     if out is not None and len(models) > 1:
         raise ValueError(f"--out names one file, and there are {len(models)}: omit it to write NAME.int8.onnx for each")
     from sima_attn.export.onnx import check_installed
-    from sima_attn.export.quantize import FileRow, metadata_of, open_images, quantize_onnx, quantize_table
+    from sima_attn.export.quantize import FileRow, open_images, quantize_onnx, quantize_table
+    from sima_attn.export.runtimes import read_metadata
 
     check_installed()
     for name in models:
         if not Path(name).is_dir():
-            metadata_of(name)  # raises for a wrong file before the others are quantized
+            read_metadata(name)  # raises for a wrong file before the others are quantized
     kept = read_rows(rows, FileRow) if rows is not None and rows.exists() else []
     found: list[FileRow] = []
     with progress_bar() as progress:
         for name in models:
             task = progress.add_task(Path(name).name, total=None)
             file = _exported_run(Path(name)) if Path(name).is_dir() else Path(name)
-            metadata = metadata_of(file)
+            metadata = read_metadata(file)
             training = open_images(data, metadata, split="train", most=calibrate)
             val = open_images(data, metadata, split="val", most=compare, seed=1)
             progress.update(task, total=len(training) + len(val))

@@ -8,7 +8,7 @@ import typer
 from typer import Option
 
 from sima_attn._devices import resolve_device
-from sima_attn._errors import unknown_name
+from sima_attn._errors import check_known
 from sima_attn._settings import PositiveFloat, check_value
 from sima_attn.cli import _options as option
 from sima_attn.cli._shared import console, print_table, progress_bar, step_callback, teller
@@ -83,10 +83,9 @@ def knn_command(
     from sima_attn.data.sources import class_words
     from sima_attn.probe.feature_map import MAPS, plot_feature_map
     from sima_attn.probe.features import load_backbone
-    from sima_attn.probe.knn import knn_accuracy, plot_neighbours
+    from sima_attn.probe.knn import features_accuracy, plot_neighbours
 
-    if method not in MAPS:
-        raise unknown_name("map", method, MAPS)
+    check_known("map", method, MAPS)
     check_value(temperature, PositiveFloat, "the temperature")
     for figure in (picture, map_):
         if figure is not None:
@@ -99,19 +98,10 @@ def knn_command(
     )
     counts = k or [count for count in (10, 20, 100, 200) if count <= len(bank.values)] or [len(bank.values)]
     with progress_bar() as bar:
-        rows = knn_accuracy(
-            queries.values,
-            queries.labels,
-            bank.values,
-            bank.labels,
-            classes=len(bank.classes),
-            k=counts,
-            temperature=temperature,
-            device=device,
-            on_step=step_callback(bar, "neighbours"),
-        )
+        on_step = step_callback(bar, "neighbours")
+        rows = features_accuracy(queries, bank, k=counts, temperature=temperature, device=device, on_step=on_step)
     lines = [[str(r.k), f"{r.top1:.2f}", f"{r.top5:.2f}", f"{r.images}", f"{r.bank}"] for r in rows]
-    print_table(TextTable(["k", "top-1", "top-5", "images", "bank"], lines, set()), title=f"k-NN of {model}")
+    print_table(TextTable(["k", "top-1", "top-5", "images", "bank"], lines), title=f"k-NN of {model}")
     if out is not None:
         write_rows(out, rows)
         console.print(f"Rows: {out}")
@@ -151,8 +141,7 @@ def linear_command(
     from sima_attn.probe.features import LayerFeatures, load_backbone
     from sima_attn.probe.linear import train_linear
 
-    if features not in ("layers", "output"):
-        raise unknown_name("features", features, ("layers", "output"))
+    check_known("features", features, ("layers", "output"))
     if lr is not None:
         check_value(lr, PositiveFloat, "--lr")
     if features == "output" and (layers is not None or not norm):

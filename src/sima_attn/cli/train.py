@@ -136,7 +136,7 @@ def eval_command(
         [str(r.size), "yes" if r.token_ref else "no", f"{r.top1:.2f}", f"{r.top5:.2f}", f"{r.loss:.4f}", f"{r.images}"]
         for r in results
     ]
-    table = TextTable(["px", "token_ref", "top-1", "top-5", "loss", "images"], lines, set())
+    table = TextTable(["px", "token_ref", "top-1", "top-5", "loss", "images"], lines)
     print_table(table, title=escape(model))
     if not loaded.trained:
         say(f"{model} has no trained weights: this is the accuracy of random ones")
@@ -144,9 +144,7 @@ def eval_command(
     if len(last.rows) <= MOST_SHOWN:
         names = [escape(row.name) for row in last.rows]
         counts = [[name, *map(str, line)] for name, line in zip(names, last.confusion.tolist(), strict=True)]
-        print_table(
-            TextTable(["true", *names], counts, set()), "confusion matrix: rows are true classes, columns predictions"
-        )
+        print_table(TextTable(["true", *names], counts), "confusion matrix: rows are true classes, columns predictions")
     for name, other, count in last.most_confused():
         say(f"  {name} classified as {other}: {count}")
     if last.broken:

@@ -50,7 +50,9 @@ def convert(
     try:
         _convert_modules(model, attention, where, options, report)
         if report.converted:
-            _prove(model, _example_inputs(model) if example_inputs is None else example_inputs, report)
+            if example_inputs is None:
+                example_inputs = example_pixels(model) if is_pretrained_model(model) else example_image(model)
+            _prove(model, example_inputs, report)
     except BaseException as error:
         report.undo()  # all of it or nothing
         if isinstance(error, TypeError) and options:
@@ -140,10 +142,6 @@ def _prove(model: nn.Module, inputs: Any, report: ConversionReport) -> None:
             "not reach them (pass other example_inputs, or leave them out with `where`)"
         )
     report.proven = True
-
-
-def _example_inputs(model: nn.Module) -> Any:
-    return example_pixels(model) if is_pretrained_model(model) else example_image(model)
 
 
 def _switch_nested_tensors_off(model: nn.Module, report: ConversionReport) -> None:

@@ -12,17 +12,8 @@ from sima_attn.conversion.modules import Exchange, Refused, exchange, is_convert
 from sima_attn.conversion.report import Converted
 
 CONVERTED = "_sima_attn"  # attribute of a converted module: the attention and its options
-# Attributes in which torch stores the hooks of a module.
-HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-    "_is_full_backward_hook",
-)
+# Attributes in which torch stores the forward and backward hooks of a module.
+HOOKS = tuple(name for name in vars(nn.Module()) if "ward_hook" in name or "ward_pre_hook" in name)
 
 
 class Placement(NamedTuple):

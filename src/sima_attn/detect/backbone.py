@@ -23,7 +23,7 @@ from timm.models.xcit import Xcit
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sima_attn._errors import unknown_name
+from sima_attn._errors import check_known
 from sima_attn.models.cvt import Cvt, to_map
 from sima_attn.nn.attention import Attention, SimAttention
 from sima_attn.nn.baselines.softmax import SoftmaxAttention
@@ -282,9 +282,7 @@ def block_maps(
         prepare: Called with the model before unused parts are removed, e.g. to load its weights.
         kwargs: Arguments of the model: attention="softmax", token_ref="train", relu=True, pretrained=True, ...
     """
-    known = timm.list_models("sima_*")
-    if name not in known:
-        raise unknown_name("model of this package", name, known)
+    check_known("model of this package", name, timm.list_models("sima_*"))
     try:
         model: Any = timm.create_model(name, drop_path_rate=drop_path, **kwargs)
     except TypeError as error:

@@ -11,6 +11,7 @@ import io
 import json
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ import torch
 from PIL.Image import Image
 from torch import Tensor
 
+from sima_attn._errors import check_installed
 from sima_attn._files import atomic_write
 from sima_attn.data.images import check_size, read_image
 from sima_attn.data.sources import ImageSource
@@ -41,22 +43,15 @@ KINDS = {"box": "bbox", "mask": "segm"}
 
 def check_pycocotools() -> None:
     """Raise before a long run if pycocotools is not installed."""
-    try:
-        import pycocotools  # noqa: F401
-    except ImportError:
-        raise ValueError("this needs pycocotools, which is not installed: pip install 'sima-attn[detection]'") from None
+    check_installed("detection", "pycocotools", extra="detection")
 
 
-class SkippedRecords(dict[str, list[Any]]):
-    """Reason -> the ids of the records of a file that are skipped for it."""
+# Reason -> the ids of the records of a file that are skipped for it.
+SkippedRecords = defaultdict[str, list[Any]]
 
-    def add(self, reason: str, record: Mapping[str, Any]) -> None:
-        """Count a record."""
-        self.setdefault(reason, []).append(record.get("id", "none"))
 
-    def lines(self) -> list[str]:
-        """One line per reason."""
-        return [f"skipped {len(ids)} {reason}, the first: id {ids[0]!s:.40}" for reason, ids in self.items()]
+def _in_words(skipped: SkippedRecords) -> list[str]:
+    return [f"skipped {len(ids)} {reason}, the first: id {ids[0]!s:.40}" for reason, ids in skipped.items()]
 
 
 class CocoData(ImageSource):
@@ -152,7 +147,7 @@ def open_coco(path: str | Path, split: str, say: Callable[[str], None] = print) 
         tried = ", ".join(pattern.format(split=split) for pattern in ANNOTATION_FILES)
         raise FileNotFoundError(f"{root} has no annotations for the split {split!r}; looked for {tried}")
     content = read_json(file)
-    skipped = SkippedRecords()
+    skipped = SkippedRecords(list)
     categories = _categories(content, file)
     images = _images(content, file, skipped)
     folder = _image_folder(root, split, images)
@@ -162,14 +157,14 @@ def open_coco(path: str | Path, split: str, say: Callable[[str], None] = print) 
     for annotation in content["annotations"]:
         place = places.get(annotation.get("image_id"))
         if place is None:
-            skipped.add("annotations of an image that is not in the file", annotation)
+            skipped["annotations of an image that is not in the file"].append(annotation.get("id"))
             continue
         reason, usable = _checked(annotation, images[place], known)
         if reason:
-            skipped.add(f"annotations {reason}", annotation)
+            skipped[f"annotations {reason}"].append(annotation.get("id"))
         else:
             objects[place].append(usable)
-    for line in skipped.lines():
+    for line in _in_words(skipped):
         say(f"{file.name}: {line}")
     return CocoData(file, folder, images, objects, categories)
 
@@ -201,17 +196,17 @@ def _images(content: dict[str, Any], file: Path, skipped: SkippedRecords) -> lis
     for record in content["images"]:
         height, width = (_whole(record.get(side)) for side in ("height", "width"))
         if record.get("id") is None or not record.get("file_name"):
-            skipped.add("images without an id or a file_name", record)
+            skipped["images without an id or a file_name"].append(record.get("id"))
         elif not (height > 0 and width > 0):
-            skipped.add("images without a height and a width", record)
+            skipped["images without a height and a width"].append(record["id"])
         elif not _is_allowed(height, width):
-            skipped.add("images with too many pixels or too large an aspect ratio", record)
+            skipped["images with too many pixels or too large an aspect ratio"].append(record["id"])
         elif record["id"] in images:
             raise ValueError(f"{file}: two images have the id {record['id']}")
         else:
             images[record["id"]] = {**record, "height": height, "width": width}
     if not images:
-        raise ValueError("; ".join([f"{file} has no usable images", *skipped.lines()]))
+        raise ValueError("; ".join([f"{file} has no usable images", *_in_words(skipped)]))
     return list(images.values())
 
 
@@ -348,18 +343,16 @@ def to_results(image_id: int, detections: Mapping[str, Tensor], category_ids: Se
     boxes = torch.cat([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], dim=1)
     binary = (detections["masks"][:, 0] > 0.5).to(torch.uint8).cpu().numpy()
     rows = zip(boxes.tolist(), detections["labels"].tolist(), detections["scores"].tolist(), binary, strict=True)
-    results = []
-    for box, label, score, pixels in rows:
-        results.append(
-            {
-                "image_id": image_id,
-                "category_id": category_ids[label - 1],
-                "bbox": [round(x, 2) for x in box],
-                "score": round(score, 5),
-                "segmentation": encode_mask(pixels),
-            }
-        )
-    return results
+    return [
+        {
+            "image_id": image_id,
+            "category_id": category_ids[label - 1],
+            "bbox": [round(x, 2) for x in box],
+            "score": round(score, 5),
+            "segmentation": encode_mask(pixels),
+        }
+        for box, label, score, pixels in rows
+    ]
 
 
 def write_results(path: Path, results: Sequence[Mapping[str, Any]]) -> None:

@@ -128,18 +128,16 @@ def colour(label: int) -> tuple[int, int, int]:
 
 def as_json(path: Path, image: Image.Image, found: Detections, classes: Sequence[str]) -> dict[str, Any]:
     """The detections on a photo as plain values, with masks as COCO's run-length codes."""
-    objects = []
-    for i, (box, label, score) in enumerate(
-        zip(found.boxes.tolist(), found.labels.tolist(), found.scores.tolist(), strict=True)
-    ):
-        objects.append(
-            {
-                "class": classes[label - 1],
-                "score": round(score, 4),
-                "box": [round(x, 1) for x in box],  # x0, y0, x1, y1
-                "mask": encode_mask(found.mask_at(i, image.size).astype(np.uint8)),
-            }
-        )
+    rows = zip(found.boxes.tolist(), found.labels.tolist(), found.scores.tolist(), strict=True)
+    objects = [
+        {
+            "class": classes[label - 1],
+            "score": round(score, 4),
+            "box": [round(x, 1) for x in box],  # x0, y0, x1, y1
+            "mask": encode_mask(found.mask_at(i, image.size).astype(np.uint8)),
+        }
+        for i, (box, label, score) in enumerate(rows)
+    ]
     return {"photo": str(path), "width": image.width, "height": image.height, "objects": objects}
 
 

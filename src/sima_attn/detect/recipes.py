@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from sima_attn._errors import unknown_name
+from sima_attn._errors import check_known
 from sima_attn._settings import PositiveInt, Probability, between
 from sima_attn.data.settings import Pixels, Workers
 from sima_attn.detect.augment import Augment
@@ -127,6 +127,5 @@ RECIPES: dict[str, Callable[[], DetectRecipe]] = {make.__name__: make for make i
 
 def named_recipe(name: str) -> DetectRecipe:
     """The recipe of that name."""
-    if name not in RECIPES:
-        raise unknown_name("detection recipe", name, RECIPES)
+    check_known("detection recipe", name, RECIPES)
     return RECIPES[name]()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from sima_attn._errors import unknown_name
+from sima_attn._errors import check_known
 from sima_attn._settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Probability, at_least
 from sima_attn.data.settings import Crops, Data
 from sima_attn.probe.settings import Probe
@@ -186,6 +186,5 @@ DINO_RECIPES: dict[str, Callable[[], DinoRecipe]] = {
 
 def named_dino_recipe(name: str) -> DinoRecipe:
     """The recipe of that name."""
-    if name not in DINO_RECIPES:
-        raise unknown_name("DINO recipe", name, DINO_RECIPES)
+    check_known("DINO recipe", name, DINO_RECIPES)
     return DINO_RECIPES[name]()

@@ -116,15 +116,13 @@ class _PatchTest:
         ranks = (-scores).flatten(1).argsort(dim=1, stable=True).argsort(dim=1).view_as(scores)
         patches = ranks[0].numel()
         whole, nothing, blurred = self._ends
-        inner: dict[str, list[np.ndarray]] = {mode: [] for mode in MODES}
+        hidden, sharpened = [whole], [blurred]
         for step in range(1, self.steps):
             first = _cells_to_pixels(ranks < round(step / self.steps * patches), self.images, self.share)
-            inner["deletion"].append(self._right(self.images.masked_fill(first, 0)))
-            inner["insertion"].append(self._right(torch.where(first, self.images, self._blurred)))
-        return {
-            "deletion": np.stack([whole, *inner["deletion"], nothing], axis=1),
-            "insertion": np.stack([blurred, *inner["insertion"], whole], axis=1),
-        }
+            hidden.append(self._right(self.images.masked_fill(first, 0)))
+            sharpened.append(self._right(torch.where(first, self.images, self._blurred)))
+        curves = ([*hidden, nothing], [*sharpened, whole])
+        return {mode: np.stack(curve, axis=1) for mode, curve in zip(MODES, curves, strict=True)}
 
     @cached_property
     def _ends(self) -> list[np.ndarray]:

@@ -24,8 +24,7 @@ def plot_statistics(rows: Sequence[AttentionRow], path: Path) -> None:
         left.set_title("negative entries of the attention matrix")
         right.set_title("share of the largest channel (dotted: 1/D)")
         for axes in (left, right):
-            axes.set_xlabel("layer")
-            axes.set_ylabel("%")
+            axes.set(xlabel="layer", ylabel="%")
             axes.set_ylim(bottom=0)
             axes.grid(alpha=0.3)
         left.legend(frameon=False)
@@ -41,8 +40,8 @@ def plot_deletion(rows: Sequence[DeletionRow], path: Path) -> None:
                 _plot_areas(axes, mine)
             else:
                 _plot_curves(axes, mine)
-                axes.set_ylim(0, 1.3 * max(row.probability for row in rows))  # room for the legend
-                axes.set_xlabel(f"patches {verb}, %")
+                top = 1.3 * max(row.probability for row in rows)  # room for the legend
+                axes.set(ylim=(0, top), xlabel=f"patches {verb}, %")
             axes.set_title(mode)
             axes.grid(alpha=0.3)
             axes.legend(frameon=False, fontsize="small")

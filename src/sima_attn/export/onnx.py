@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from sima_attn import _errors
-from sima_attn._errors import first_line, unknown_name
+from sima_attn._errors import check_known, first_line
 from sima_attn._files import atomic_write
 from sima_attn._version import __version__
 from sima_attn.auditing.model import audit, followed
@@ -197,8 +197,7 @@ def _check_options(
     model: nn.Module, height: int, width: int, dynamic: Collection[str], order: str, preprocessing: bool
 ) -> None:
     for option in dynamic:
-        if option not in DYNAMIC:
-            raise unknown_name("dynamic size", option, DYNAMIC)
+        check_known("dynamic size", option, DYNAMIC)
     if preprocessing and (dynamic or height != width):
         raise ValueError(
             "preprocessing in the graph gives one square image per photo: input_size must be one number and dynamic "

@@ -23,7 +23,7 @@ from sima_attn._version import __version__
 from sima_attn.auditing.model import audit
 from sima_attn.data.images import images_in, open_photo
 from sima_attn.export.onnx import check_installed, write_metadata
-from sima_attn.export.runtimes import Session, labels_in, open_model, read_metadata
+from sima_attn.export.runtimes import Session, labels_in, open_model
 from sima_attn.models.preprocessing import Preprocessing
 from sima_attn.report.rows import cpu_name, today
 from sima_attn.report.tables import TextTable
@@ -90,7 +90,10 @@ def quantize_table(rows: Sequence[FileRow]) -> TextTable:
     header = ["model", "type", "MiB", "of fp32", "top-1", "top-5", "lost", "same class", "images", "exp-like"]
     lines = [
         [row.model, row.format, f"{row.bytes / 2**20:.2f}", f"{row.share_of_fp32:.1%}"]
-        + [_shown(value) for value in (row.top1, row.top5, row.points_lost, row.same_class)]
+        + [
+            "-" if np.isnan(value) else f"{value:.2f}"
+            for value in (row.top1, row.top5, row.points_lost, row.same_class)
+        ]
         + [str(row.images), str(row.exp_like_nodes)]
         for row in rows
     ]
@@ -410,18 +413,5 @@ def _compare(
     return accuracy(theirs), accuracy(ours)
 
 
-def _shown(value: float) -> str:
-    return "-" if np.isnan(value) else f"{value:.2f}"
-
-
 def _percent(of: np.ndarray) -> float:
     return round(100 * float(of.mean()), 2)
-
-
-def metadata_of(path: str | Path) -> dict[str, str]:
-    """The metadata of an exported file; raises if there is no such file."""
-    if not Path(path).is_file():
-        raise FileNotFoundError(
-            f"{path} is neither an .onnx file nor a run folder: export the model with `sima export MODEL -o model.onnx`"
-        )
-    return read_metadata(path)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sima_attn._errors import check_installed, first_line, unknown_name
+from sima_attn._errors import check_installed, check_known, first_line
 
 PREFIX = "sima_attn."  # of our metadata keys
 
@@ -77,8 +77,7 @@ def installed_runtimes() -> list[str]:
 
 def check_runtime(runtime: str) -> None:
     """Raise if a runtime is unknown or not installed."""
-    if runtime not in RUNTIMES:
-        raise unknown_name("runtime", runtime, RUNTIMES)
+    check_known("runtime", runtime, RUNTIMES)
     check_installed(f"the runtime {runtime}", runtime, extra="onnx" if runtime == "onnxruntime" else runtime)
 
 
@@ -94,10 +93,12 @@ def read_metadata(path: str | Path) -> dict[str, str]:
     """Metadata that `export_onnx` wrote, without the prefix of the keys; empty for other files."""
     import onnx
 
+    if not Path(path).is_file():
+        raise FileNotFoundError(
+            f"{path} is neither an .onnx file nor a run folder: export the model with `sima export MODEL -o model.onnx`"
+        )
     try:
         model = onnx.load(path, load_external_data=False)
-    except FileNotFoundError:
-        raise
     except Exception as error:  # an error of protobuf, which onnx does not wrap
         raise ValueError(f"{path} cannot be read as an ONNX file: {error}") from error
     return _ours({entry.key: entry.value for entry in model.metadata_props})

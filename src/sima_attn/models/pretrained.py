@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sima_attn._errors import unknown_name
+from sima_attn._errors import check_known
 from sima_attn._files import atomic_write
 from sima_attn.models.preprocessing import Preprocessing
 from sima_attn.models.weight_files import ABOUT, check_fits, read_about
@@ -116,9 +116,7 @@ def check_same_model(model: nn.Module, name: str, settings: Mapping[str, Any], s
     """
     import timm
 
-    known = timm.list_models("sima_*")  # other models have no weights in the package
-    if name not in known:
-        raise unknown_name("model of this package", name, known)
+    check_known("model of this package", name, timm.list_models("sima_*"))  # others have no weights in the package
     if not _same_logits(model, timm.create_model(name, num_classes=model.num_classes), size):
         chosen = {"name": settings["name"], "attention": settings["attention"], **settings["kwargs"]}
         listed = ", ".join(f"{key}={value}" for key, value in chosen.items() if value is not None)

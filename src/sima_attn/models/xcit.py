@@ -10,7 +10,7 @@ from timm.layers import to_2tuple
 from timm.models.xcit import Xcit, checkpoint_filter_fn
 from torch import Tensor, nn
 
-from sima_attn._errors import unknown_name
+from sima_attn._errors import check_known
 from sima_attn.models._build import build_model, choose_attention, register_family, resolve_token_ref
 from sima_attn.nn import SimClassAttention
 
@@ -68,8 +68,7 @@ class SimXcit(Xcit):
         if patch_size not in (8, 16):
             raise ValueError(f"the convolutional stem of XCiT has patch_size 8 or 16, got {patch_size}")
         class_attention = class_attention or ("sima" if attention == "sima" else "softmax")
-        if class_attention not in CLASS_ATTENTIONS:
-            raise unknown_name("class attention", class_attention, CLASS_ATTENTIONS)
+        check_known("class attention", class_attention, CLASS_ATTENTIONS)
         if class_token_ref is not None and class_attention != "sima":
             raise ValueError(f"class_token_ref is for SimA's class attention, got class_attention={class_attention!r}")
         height, width = to_2tuple(img_size)

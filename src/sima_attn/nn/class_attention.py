@@ -44,9 +44,7 @@ class SimClassAttention(LeafModule):
         self.num_heads = num_heads
         self.head_dim = split_heads(dim, num_heads)
         self.token_ref, self.eps = token_ref, eps
-        self.q = nn.Linear(dim, dim, bias=qkv_bias, **factory)
-        self.k = nn.Linear(dim, dim, bias=qkv_bias, **factory)
-        self.v = nn.Linear(dim, dim, bias=qkv_bias, **factory)
+        self.q, self.k, self.v = (nn.Linear(dim, dim, bias=qkv_bias, **factory) for _ in range(3))
         self.attn_drop = nn.Dropout(attn_drop)
         self.proj = nn.Linear(dim, dim, **factory)
         self.proj_drop = nn.Dropout(proj_drop)

@@ -100,13 +100,13 @@ def _write_gradients(
     order, eps, gain, work, _ = options
     q, k, _ = inputs
     scratch = q.new_empty(q.shape[1], max(q.shape[2], k.shape[2]), q.shape[3], dtype=work)
-    write = _write_kv if order == "kv" else _write_qk
     outputs = zip(*(t.unbind(0) for t in gradients), strict=True)
     for b, (image, output) in enumerate(zip(images_in(work, *inputs, grad), outputs, strict=True)):
-        write(image, output, states[b], scratch, eps, gain_of_image(gain, b))
+        _write_image(order, image, output, states[b], scratch, eps, gain_of_image(gain, b))
 
 
-def _write_kv(
+def _write_image(
+    order: str,
     image: Sequence[Tensor],
     gradients: Sequence[Tensor],
     state: ImageState,
@@ -115,36 +115,26 @@ def _write_kv(
     gain: float | Tensor | None,
 ) -> None:
     (q, k, v, grad), (dq, dk, dv) = image, gradients
-    norm_q, norm_k, kv = state
+    norm_q, norm_k, inner = state
     s_q, s_k = scales(norm_q, norm_k, eps, gain)
-    outer = torch.bmm(q.mT, grad)  # [H, D, Dv]
-    t = (outer * kv).sum(2).unsqueeze(1)  # [H, 1, D]
-    multiply_by_s(outer, s_q.mT, s_k.mT, out=outer)
-    multiply_into(dv, k, outer)
-    _subtract_norm_gradient(torch.bmm(grad, kv.mT, out=first_tokens(scratch, q)), q, t, norm_q, eps, out=dq)
-    _subtract_norm_gradient(torch.bmm(v, outer.mT, out=first_tokens(scratch, k)), k, t, norm_k, eps, out=dk)
-
-
-def _write_qk(
-    image: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    state: ImageState,
-    scratch: Tensor,
-    eps: float,
-    gain: float | Tensor | None,
-) -> None:
-    (q, k, v, grad), (dq, dk, dv) = image, gradients
-    norm_q, norm_k, qk = state
-    s_q, s_k = scales(norm_q, norm_k, eps, gain)
-    multiply_into(dv, qk.mT, grad)
-    pairs = torch.bmm(grad, v.mT)  # [H, N, M]
-    by_query = torch.bmm(pairs, k, out=first_tokens(scratch, q))  # [H, N, D]
-    multiply_by_s(by_query, s_q, s_k, out=by_query)
-    product = q * by_query
-    t = product.sum(1, keepdim=True)  # [H, 1, D]
+    if order == "kv":
+        outer = torch.bmm(q.mT, grad)  # [H, D, Dv]
+        t = (outer * inner).sum(2).unsqueeze(1)  # [H, 1, D]
+        multiply_by_s(outer, s_q.mT, s_k.mT, out=outer)
+        multiply_into(dv, k, outer)
+        by_query = torch.bmm(grad, inner.mT, out=first_tokens(scratch, q))  # [H, N, D]
+        left, right = v, outer.mT
+    else:
+        multiply_into(dv, inner.mT, grad)
+        pairs = torch.bmm(grad, v.mT)  # [H, N, M]
+        by_query = torch.bmm(pairs, k, out=first_tokens(scratch, q))  # [H, N, D]
+        multiply_by_s(by_query, s_q, s_k, out=by_query)
+        product = q * by_query
+        t = product.sum(1, keepdim=True)  # [H, 1, D]
+        left, right = pairs.mT, multiply_by_s(q, s_q, s_k, out=product)
     _subtract_norm_gradient(by_query, q, t, norm_q, eps, out=dq)
-    qs = multiply_by_s(q, s_q, s_k, out=product)
-    _subtract_norm_gradient(torch.bmm(pairs.mT, qs, out=first_tokens(scratch, k)), k, t, norm_k, eps, out=dk)
+    by_key = torch.bmm(left, right, out=first_tokens(scratch, k))  # [H, M, D]
+    _subtract_norm_gradient(by_key, k, t, norm_k, eps, out=dk)
 
 
 def _subtract_norm_gradient(

@@ -10,6 +10,7 @@ calls on the CPU are implemented in cpu_inference.py and cpu_training.py.
 Shapes: B batch, H heads, N query tokens, M key tokens, D channels per head, Dv value channels per head.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -24,16 +25,12 @@ def l1_over_tokens(x: Tensor) -> Tensor:
     return x.abs().sum(-2)
 
 
-def l2_over_tokens(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x, dim=-2)
-
-
-def ones_over_tokens(x: Tensor) -> Tensor:
-    return torch.ones_like(x[..., 0, :])
-
-
 # "l1" is SimA; the other two are the ablations of the paper.
-NORMS = {"l1": l1_over_tokens, "l2": l2_over_tokens, "none": ones_over_tokens}
+NORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "l1": l1_over_tokens,
+    "l2": lambda x: torch.linalg.vector_norm(x, dim=-2),
+    "none": lambda x: torch.ones_like(x[..., 0, :]),
+}
 
 
 def inverse_norm(x: Tensor, *, eps: float = 1e-12, norm: str = "l1") -> Tensor:

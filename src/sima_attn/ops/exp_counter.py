@@ -94,10 +94,8 @@ def _token_pairs(q: Tensor, k: Tensor) -> int:
 
 def _of_recurrent(operator: str) -> Callable[[Arguments], Counts]:
     def count(arguments: Arguments) -> Counts:
-        if "mode" in arguments:
-            mode = _RECURRENT_MODES[arguments["mode"]]
-        else:
-            mode = next(mode for mode in _RECURRENT_MODES if mode in operator)
+        named = (mode for mode in _RECURRENT_MODES if mode in operator)
+        mode = _RECURRENT_MODES[arguments["mode"]] if "mode" in arguments else next(named)
         x = arguments["input"] if "input" in arguments else arguments["data"]
         steps = x.numel() // x.shape[-1]  # of all sequences of the batch
         if "hidden_size" in arguments:
@@ -117,8 +115,7 @@ def _of_recurrent(operator: str) -> Callable[[Arguments], Counts]:
 EXP_LIKE: dict[str, Callable[[Arguments], Counts]] = {
     **{name: _of_function(name.strip("_")) for name in _FUNCTIONS},
     # In-place forms.
-    **{name + "_": _of_function(name) for name in _FUNCTIONS if not name.startswith("_")},
-    **{name + "_": _of_function(name.strip("_")) for name in _FUNCTIONS if name.startswith("_foreach")},
+    **{name + "_": _of_function(name.strip("_")) for name in _FUNCTIONS if name[0] != "_" or "foreach" in name},
     "_addmm_activation": lambda a: {"gelu": a["mat1"].shape[0] * a["mat2"].shape[1]} if a.get("use_gelu") else {},
     **dict.fromkeys(_FUSED_ATTENTIONS, _of_attention),
     **dict.fromkeys(("_native_multi_head_attention", "_triton_multi_head_attention"), _of_multi_head_attention),

@@ -53,12 +53,8 @@ class SimaAccumulator:
 
     def add_queries(self, q: Tensor, query_mask: Tensor | None = None) -> None:
         """Add a tile of queries [B, H, n, D] to |Q|_1."""
-        check_qkv(q, q, q)
-        if query_mask is not None:
-            check_mask("query_mask", query_mask, q)
-        self._check_same_shape("q", q)
+        q = self._checked_queries(q, query_mask)
         B, _, n, _ = q.shape
-        q, _, _ = drop_padding(q, q, q, key_mask=None, query_mask=query_mask)
         count = q.new_full((B,), n, dtype=torch.long) if query_mask is None else query_mask.sum(-1)
         self.q_norm = _sum(self.q_norm, l1_over_tokens(q.to(compute_dtype(q.dtype))))
         self.queries = _sum(self.queries, count)
@@ -85,17 +81,20 @@ class SimaAccumulator:
             raise ValueError("there are no keys yet: call add_keys(k, v) for every tile first")
         if self.q_norm is None or self.queries is None:
             raise ValueError("there are no queries yet: call add_queries(q) for every tile of queries first")
-        check_qkv(q, q, q)
-        if query_mask is not None:
-            check_mask("query_mask", query_mask, q)
-        self._check_same_shape("q", q)
-        dtype = q.dtype
-        q, _, _ = drop_padding(q, q, q, key_mask=None, query_mask=query_mask)
+        q = self._checked_queries(q, query_mask)
         state = self.kv / self.k_norm.clamp_min(self.eps)[..., None] / self.q_norm.clamp_min(self.eps)[..., None]
         if self.token_ref is not None:
             state = state * (self.queries.to(state.dtype) / self.token_ref)[:, None, None, None]
         with without_autocast(q):
-            return (q.to(state.dtype) @ state).to(dtype)
+            return (q.to(state.dtype) @ state).to(q.dtype)
+
+    def _checked_queries(self, q: Tensor, query_mask: Tensor | None) -> Tensor:
+        """The queries with zeros for padding."""
+        check_qkv(q, q, q)
+        if query_mask is not None:
+            check_mask("query_mask", query_mask, q)
+        self._check_same_shape("q", q)
+        return drop_padding(q, q, q, key_mask=None, query_mask=query_mask)[0]
 
     def _check_same_shape(self, name: str, x: Tensor, Dv: int | None = None) -> None:
         B, H, _, D = x.shape

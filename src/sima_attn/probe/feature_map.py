@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sima_attn._errors import unknown_name
+from sima_attn._errors import check_installed, check_known
 from sima_attn.probe.features import Features, evenly
 from sima_attn.report.figures import check_can_plot, figure
 
@@ -21,16 +21,14 @@ def principal_components(values: np.ndarray, count: int = 2) -> np.ndarray:
 
 def two_dimensions(values: np.ndarray, method: str = "pca", seed: int = 0) -> np.ndarray:
     """Features [n, W], made of length 1 -> points [n, 2], by principal components or t-SNE (scikit-learn)."""
-    if method not in MAPS:
-        raise unknown_name("map", method, MAPS)
+    check_known("map", method, MAPS)
     unit = np.asarray(values, dtype=np.float64)
     unit = unit / np.maximum(np.linalg.norm(unit, axis=1, keepdims=True), 1e-12)
     if method == "pca":
         return principal_components(unit)
-    try:
-        from sklearn.manifold import TSNE
-    except ImportError:
-        raise ValueError("t-SNE needs scikit-learn, which is not installed: pip install 'sima-attn[data]'") from None
+    check_installed("t-SNE", "sklearn", extra="data")
+    from sklearn.manifold import TSNE
+
     perplexity = min(30.0, (len(unit) - 1) / 3)
     return TSNE(perplexity=perplexity, init="pca", random_state=seed).fit_transform(unit.astype(np.float32))
 
@@ -50,7 +48,5 @@ def plot_feature_map(
         for i, label in enumerate(chosen):
             x, y = points[labels == label].T
             axes.scatter(x, y, s=14, color=colours(i % colours.N), label=features.classes[label], alpha=0.8)
-        axes.set_xticks([])
-        axes.set_yticks([])
-        axes.set_title(title)
+        axes.set(xticks=[], yticks=[], title=title)
         axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))

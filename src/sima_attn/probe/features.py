@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sima_attn._errors import unknown_name
+from sima_attn._errors import check_known
 from sima_attn._files import atomic_write
 from sima_attn._settings import check_value, from_dict
 from sima_attn.data.cache import Cache
@@ -78,8 +78,7 @@ def load_backbone(what: str | Path, *, branch: str = "teacher", seed: int = 0) -
         branch: "teacher" or, from a DINO checkpoint, "student".
         seed: Of the random weights.
     """
-    if branch not in BRANCHES:
-        raise unknown_name("branch", branch, BRANCHES)
+    check_known("branch", branch, BRANCHES)
     seed_everything(seed)
     loaded = load_model(what, branch=None if branch == "teacher" else branch, features=True)
     probe = from_dict(Probe, loaded.about.get("recipe", {}).get("probe", {}))
@@ -192,8 +191,7 @@ def extract(
         folder: Where features are kept, in files named by their key.
         about: Further words of the key, for what the weights do not tell.
     """
-    if dtype not in DTYPES:
-        raise unknown_name("dtype of features", dtype, DTYPES)
+    check_known("dtype of features", dtype, DTYPES)
     key = key_of(model, source, data, f"{about} {dtype}")
     kept, kept_indices = folder / f"{key}.npy", folder / f"{key}-indices.npy"
     if not kept.is_file():

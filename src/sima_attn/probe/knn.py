@@ -96,18 +96,20 @@ def knn_accuracy(
     k: Sequence[int] = (20,),
     temperature: float = 0.07,
     device: torch.device | str = "cpu",
-    query_block: int = 4096,
-    bank_block: int = 65536,
     on_step: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[KnnRow]:
     """Accuracy of the vote for each k, one search for all of them."""
     check_value(temperature, PositiveFloat, "the temperature")
     truth = check_labels(labels, len(queries), classes, "query").cpu()
     known = check_labels(bank_labels, len(bank), classes, "bank").cpu()
-    cosines, indices = nearest(
-        queries, bank, max(k), device=device, query_block=query_block, bank_block=bank_block, on_step=on_step
-    )
+    cosines, indices = nearest(queries, bank, max(k), device=device, on_step=on_step)
     return vote_accuracy(cosines, known[indices], truth, classes=classes, k=k, temperature=temperature, bank=len(bank))
+
+
+def features_accuracy(queries: Features, bank: Features, **options: Any) -> list[KnnRow]:
+    """`knn_accuracy` of features; `options` are its own."""
+    sides = (queries.values, queries.labels, bank.values, bank.labels)
+    return knn_accuracy(*sides, classes=len(bank.classes), **options)
 
 
 def vote_accuracy(
@@ -177,8 +179,5 @@ def _short(name: str) -> str:
 def _draw(axes: Any, image: Any, caption: str, colour: str) -> None:
     axes.imshow(np.asarray(image))
     axes.set_title(caption, fontsize=7)
-    axes.set_xticks([])
-    axes.set_yticks([])
-    for side in axes.spines.values():
-        side.set_color(colour)
-        side.set_linewidth(2)
+    axes.set(xticks=[], yticks=[])
+    axes.spines[:].set(color=colour, linewidth=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import NamedTuple
 
 
@@ -10,7 +11,7 @@ class TextTable(NamedTuple):
 
     header: list[str]
     lines: list[list[str]]
-    bold: set[int]
+    bold: Set[int] = frozenset()
 
     def markdown(self) -> str:
         """The table as Markdown."""

@@ -38,7 +38,6 @@ def time_interleaved(
     before_sample: Callable[[], object] = lambda: None,
     after_calls: Callable[[], object] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
-    on_round: Callable[[], object] = lambda: None,
 ) -> dict[str, Timing]:
     """Time all functions in rounds, for `seconds` in total, so that slow drifts of the machine affect all alike.
 
@@ -77,7 +76,6 @@ def time_interleaved(
             after_calls()
             samples[name].append((clock() - start) / calls[name])
         rounds += 1
-        on_round()
     return {name: percentiles(times) for name, times in samples.items()}
 
 

@@ -45,7 +45,7 @@ def size_table(scores: CocoScores) -> TextTable:
         [kind, *(shown(x) for x in (precision.small, precision.medium, precision.large))]
         for kind, precision in (("box", scores.box), ("mask", scores.mask))
     ]
-    return TextTable(["AP", "small", "medium", "large"], lines, bold=set())
+    return TextTable(["AP", "small", "medium", "large"], lines)
 
 
 def shown(number: float) -> str:

@@ -21,7 +21,7 @@ from sima_attn.dino import recipes as dino_recipes
 from sima_attn.dino.recipes import DinoRecipe
 from sima_attn.dino.task import build_backbone, train_dino
 from sima_attn.probe.features import LayerFeatures, features_of, load_backbone
-from sima_attn.probe.knn import knn_accuracy
+from sima_attn.probe.knn import features_accuracy
 from sima_attn.probe.linear import train_linear
 from sima_attn.report.progress import RunProgress
 from sima_attn.reproduce.grid import FINISHED, RESULTS, Grid, Job, Run
@@ -186,16 +186,7 @@ def evaluate_features(backbone: nn.Module, recipe: DinoRecipe, device: str, prog
         cache = decode(source, split, recipe.data, torch.device(device), progress)
         pairs.append([features_of(reader, cache, device=device) for reader in (backbone, layers)])
     (bank, bank_layers), (queries, query_layers) = pairs
-    found = knn_accuracy(
-        queries.values,
-        queries.labels,
-        bank.values,
-        bank.labels,
-        classes=len(bank.classes),
-        k=[probe.k],
-        temperature=probe.temperature,
-        device=device,
-    )[0]
+    found = features_accuracy(queries, bank, k=[probe.k], temperature=probe.temperature, device=device)[0]
     counter = progress.counter("linear classifier")
     linear = train_linear(bank_layers, query_layers, probe, device=device, on_step=counter)
     return FeatureScores(found.top1, found.top5, linear.top1, linear.top5, found.bank, found.images)

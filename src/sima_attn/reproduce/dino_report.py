@@ -46,7 +46,7 @@ def dino_curve_table(curves: Sequence[DinoCurveRow], epochs: int) -> TextTable:
     found = {(row.name, row.epoch): f"{row.knn_top1:.1f}" for row in mine}
     names = dict.fromkeys(row.name for row in mine)
     lines = [[name, ABOUT[name], *(found.get((name, place), "-") for place in places)] for name in names]
-    return TextTable(["run", "what it is", *(f"epoch {place:g}" for place in places)], lines, set())
+    return TextTable(["run", "what it is", *(f"epoch {place:g}" for place in places)], lines)
 
 
 def tables(results: Sequence[DinoResultRow], curves: Sequence[DinoCurveRow]) -> dict[str, TextTable]:
@@ -88,8 +88,7 @@ def _plot_curves(axes: Any, shown: Sequence[DinoResultRow], curves: Sequence[Din
             axes.axhline(row.knn_top1, color=COLOURS[row.name], linestyle="--" if row.epochs else ":", label=label)
     if curves:  # the line of the supervised run is so high that the curves would be flat with it
         axes.set_ylim(0, 1.8 * max(point.knn_top1 for point in curves))
-    axes.set_xlabel("epoch")
-    axes.set_ylabel(f"{shown[0].k}-NN top-1 on val, %")
+    axes.set(xlabel="epoch", ylabel=f"{shown[0].k}-NN top-1 on val, %")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize=8, loc="upper left")
 

@@ -11,9 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
-from sima_attn._errors import unknown_name
+import numpy as np
+
+from sima_attn._errors import check_known
 from sima_attn.dino.task import CollapseError
 from sima_attn.report.rows import provenance_columns, read_rows, write_rows
 from sima_attn.reproduce.processes import in_processes
@@ -107,8 +110,7 @@ class Grid:
         """The runs with these names, by default all."""
         known = {run.name: run for run in self.runs}
         for name in only:
-            if name not in known:
-                raise unknown_name("run", name, known)
+            check_known("run", name, known)
         return [known[name] for name in dict.fromkeys(only)] or list(self.runs)
 
     def make_run(
@@ -191,10 +193,8 @@ class Grid:
 
 def training_speed(log: Sequence[dict[str, str]], batch: int) -> tuple[int, float, float]:
     """(steps, seconds, median images per second) of training, from its log: correct for resumed runs too."""
-    steps, seconds, rates = 0, 0.0, []
-    for row in log:
-        rate = float(row["images_per_second"])
-        seconds += (int(row["step"]) - steps) * batch / rate
-        steps = int(row["step"])
-        rates.append(rate)
-    return steps, round(seconds, 1), round(sorted(rates)[len(rates) // 2], 1) if rates else math.nan
+    if not log:
+        return 0, 0.0, math.nan
+    steps, rates = [int(row["step"]) for row in log], [float(row["images_per_second"]) for row in log]
+    seconds = sum(batch * made / rate for made, rate in zip(np.diff([0, *steps]), rates, strict=True))
+    return steps[-1], round(float(seconds), 1), round(median_high(rates), 1)

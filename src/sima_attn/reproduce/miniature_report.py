@@ -43,7 +43,7 @@ def sizes_table(rows: Sequence[SizeRow]) -> TextTable:
             here = [row for row in here if row.token_ref == token_ref] or here
             cells.append(f"{mean(row.top1 for row in here):.1f}" if here else "-")
         lines.append([name, str(epochs), "yes" if token_ref else "no", *cells])
-    return TextTable(header, lines, bold=set())
+    return TextTable(header, lines)
 
 
 def to_twin(run: MiniatureRun, rows: Sequence[ResultRow], epochs: int) -> float | None:
@@ -138,8 +138,7 @@ def _plot_curves(axes: Any, curves: Sequence[CurveRow], epochs: int, has_others:
             label=about[name] if is_shown and name not in labelled else None,
         )
         labelled.add(name)
-    axes.set_xlabel("epoch")
-    axes.set_ylabel("top-1 on val, %")
+    axes.set(xlabel="epoch", ylabel="top-1 on val, %")
     axes.grid(alpha=0.3)
     if labelled & SHOWN.keys():
         axes.legend(frameon=False, title=f"light grey: the other runs{', dashed: other schedules' * has_others}")
