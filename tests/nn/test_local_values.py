@@ -142,6 +142,13 @@ def test_large_values_do_not_overflow(name, dtype):
     assert_close(out, expected, {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-5}[dtype])
 
 
+def test_autocast_does_not_change_the_precision_of_values_in_float32():
+    module, (q, k, v) = build("sima_local").float(), qkv(17, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = module.core(q, k, v)
+    assert torch.equal(out, module.core(q, k, v))
+
+
 def test_padding_has_no_effect():
     """A 3 x 4 image in the corner of a 5 x 5 canvas: the border of the image is a border for the filters too."""
     small, large = build("sima_local", grid=(3, 4)), build("sima_local", grid=(5, 5))

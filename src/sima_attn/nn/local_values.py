@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from sima_attn.nn.attention import Attention
 from sima_attn.nn.grid import TokenLayout, check_layout_options, token_layout
 from sima_attn.ops.cost import Cost
+from sima_attn.ops.eager import without_autocast
 
 
 class LocalValues(nn.Module):
@@ -47,7 +48,8 @@ class LocalValues(nn.Module):
         P, rows, columns = self.layout(N)
         x = v.transpose(1, 2).flatten(2)[:, P:]  # [B, rows * columns, C]
         x = x.transpose(1, 2).unflatten(2, (rows, columns))  # [B, C, rows, columns]
-        x = F.conv2d(x, self.weight.to(v.dtype), padding=1, groups=H * D)
+        with without_autocast(v):  # the dtype of the output is that of v, as for A v
+            x = F.conv2d(x, self.weight.to(v.dtype), padding=1, groups=H * D)
         x = F.pad(x.flatten(2).transpose(1, 2), (0, 0, P, 0))  # [B, N, C]
         return x.unflatten(2, (H, D)).transpose(1, 2)
 
