@@ -239,10 +239,13 @@ def test_models_of_transformers_inside_a_plain_module_and_modules_inside_them():
     assert isinstance(part.head.attention, SimMultiheadAttention)
 
 
-def test_a_timm_model_in_its_wrapper_takes_any_attention():
+@pytest.mark.parametrize(
+    ("attention", "new"), [("elu", "EluAttention"), ("sima_local", "SimLocalAttention"), ("relu2", "Relu2Attention")]
+)
+def test_a_timm_model_in_its_wrapper_takes_any_attention(attention, new):
     model = build(HONOURED, "timm")
     before = outputs(model, pixel_values=image())
-    report = convert(model, "elu")
-    assert {one.new for one in report.converted} == {"EluAttention"}
+    report = convert(model, attention)
+    assert {one.new for one in report.converted} == {new}
     report.undo()
     assert torch.equal(outputs(model, pixel_values=image()), before)

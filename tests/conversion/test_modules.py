@@ -117,6 +117,60 @@ def test_other_attentions_too(attention):
         assert_close(model(x), before, 1e-5)
 
 
+@pytest.mark.parametrize("attention", ["sima_local", "relu2"])
+@pytest.mark.parametrize(
+    ("name", "options", "prefix"),
+    [
+        ("deit_tiny_patch16_224", {"img_size": 64}, 1),
+        ("deit_tiny_distilled_patch16_224", {"img_size": 64}, 2),
+        ("vit_small_patch14_reg4_dinov2", {"img_size": 56}, 5),
+        ("vit_base_patch16_siglip_224", {"img_size": 64}, 0),
+        ("vit_tiny_patch16_224", {"img_size": 64, "class_token": False, "global_pool": "avg"}, 0),
+        ("beit_base_patch16_224", {"img_size": 64, "use_rel_pos_bias": False}, 1),
+        ("xcit_nano_12_p16_224", {"img_size": 64}, 0),
+    ],
+)
+def test_a_local_branch_knows_the_prefix_tokens_of_the_model(name, options, prefix, attention):
+    model = timm.create_model(name, depth=1, **options)
+    report = convert(model, attention)
+    assert report.proven
+    block = model.blocks[0]
+    assert block.attn.local.prefix_tokens == prefix
+    x = torch.randn(2, 3, options["img_size"], options["img_size"])
+    layouts = []
+    block.attn.local.register_forward_hook(lambda local, inputs, _: layouts.append(local.layout(inputs[0].shape[2])))
+    model.forward_features(x).square().sum().backward()
+    assert layouts == [(prefix, 4, 4)]
+    assert block.attn.local.weight.grad.any()
+    report.undo()
+    assert not hasattr(block.attn, "local")
+
+
+@pytest.mark.parametrize("attention", ["sima_local", "relu2"])
+def test_a_local_branch_needs_the_grid_of_an_image_that_is_not_square(attention):
+    model = timm.create_model("vit_tiny_patch16_224", img_size=(64, 96), depth=1)  # 24 + 1 tokens, not 5 x 5
+    with pytest.raises(ValueError, match=r"25 tokens are not a square grid plus 1 prefix tokens.*set grid="):
+        convert(model, attention)
+    convert(model, attention, grid=(4, 6))
+    assert model.blocks[0].attn.local.layout(25) == (1, 4, 6)
+
+
+@pytest.mark.parametrize("attention", ["sima_local", "relu2"])
+def test_a_local_branch_is_refused_where_there_are_fewer_keys(attention):
+    model, _ = build("pvt_v2_b0")
+    with pytest.raises(ValueError, match=f"fewer keys than queries, which '{attention}' cannot take"):
+        convert(model, attention)
+
+
+@pytest.mark.parametrize(("built", "wanted"), [("sima_local", "sima"), ("cosformer_2d", "cosformer")])
+def test_a_subclass_of_an_attention_is_not_that_attention(built, wanted):
+    model = timm.create_model("sima_vit_mini_patch4_64", attention=built, depth=1, class_token=False, global_pool="avg")
+    with pytest.raises(ValueError, match=f"of this package, which is not converted; build .*attention='{wanted}'"):
+        convert(model, wanted)
+    with pytest.raises(ValueError, match=f"are '{built}' already"):
+        convert(model, built)
+
+
 @pytest.mark.parametrize(("name", "reason"), REFUSED.items())
 def test_what_cannot_be_converted_is_refused_with_its_reason(name, reason):
     options = {} if name == "resnet18" else {"img_size": 56 if "eva" in name else 64}

@@ -86,6 +86,18 @@ def test_saved_and_loaded_twice_it_is_the_same_model(name, tmp_path):
     assert_close(answer(again), expected, 1e-6)
 
 
+@pytest.mark.parametrize("attention", ["sima_local", "relu2"])
+def test_a_local_branch_and_its_grid_are_saved(attention, tmp_path):
+    model = build(HONOURED, "timm")
+    convert(model, attention, grid=(4, 4))
+    for block in model.timm_model.blocks:
+        torch.nn.init.normal_(block.attn.local.weight)
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModelForImageClassification.from_pretrained(tmp_path).eval()
+    assert again.timm_model.blocks[0].attn.local.grid == (4, 4)
+    assert_close(answer(again), answer(model), 1e-6)
+
+
 @pytest.mark.parametrize("name", [*ALONE, *NESTED])
 def test_the_auto_classes_load_it_wherever_the_whole_model_is_marked(name, tmp_path):
     model, part, auto = converted(name, token_ref=9)

@@ -65,6 +65,16 @@ def exported(tmp_path_factory):
     return model.eval(), path, report
 
 
+@pytest.mark.parametrize("attention", ["sima_local", "relu2"])
+def test_a_local_branch_is_exported_for_one_image_size(attention, tmp_path):
+    model = deit(attention=attention)
+    torch.nn.init.normal_(model.blocks[0].attn.local.weight)
+    report = export_onnx(model, tmp_path / "a.onnx", input_size=SIZE, dynamic=("batch",), fail_on_exp=True)
+    assert max(report.parity.values()) < 1e-5
+    with pytest.raises(ValueError, match="fixed token grid, so 'size' cannot be dynamic; export one file per"):
+        export_onnx(model, tmp_path / "b.onnx", input_size=SIZE, dynamic=("size",))
+
+
 def test_the_file_computes_what_torch_computes(exported):
     model, path, report = exported
     x = images(1, 3, SIZE, SIZE)

@@ -178,6 +178,16 @@ def test_any_attention_of_the_registry_by_name(name, attention):
     out.sum().backward()
 
 
+@pytest.mark.parametrize("attention", ["sima_local", "relu2"])
+def test_a_local_branch_gets_the_grid_of_an_image_that_is_not_square(attention):
+    options = {"attention": attention, "img_size": (64, 96)}
+    model = build("sima_deit_tiny_patch16_224", **options)  # 24 + 1 tokens, which are no 5 x 5 grid
+    with pytest.raises(ValueError, match="25 tokens are not a square grid plus 1 prefix tokens"):
+        model(torch.randn(1, 3, 64, 96))
+    model = build("sima_deit_tiny_patch16_224", attention_options={"grid": (4, 6)}, **options)
+    assert model(torch.randn(1, 3, 64, 96)).shape == (1, 7)
+
+
 @pytest.mark.parametrize("name", [f"{name}_relu" for name in SMALL])
 def test_relu_models_are_free_of_exp_and_gelu_models_are_not(name):
     for variant, free in ((name, True), (name.removesuffix("_relu"), False)):

@@ -25,6 +25,34 @@ def sima(module, q, k, v, head):
     return weigh([[qi @ kj for kj in k] for qi in q], v)
 
 
+def conv3x3(module, v, head):
+    """One 3 x 3 filter per channel over a square grid of tokens, zeros around it; one number at a time."""
+    side, D = math.isqrt(len(v)), v.shape[1]
+    filters = module.local.weight.detach().double().numpy()[head * D : (head + 1) * D, 0]  # [D, 3, 3]
+    out = np.zeros_like(v)
+    for row in range(side):
+        for column in range(side):
+            for down in (-1, 0, 1):
+                for across in (-1, 0, 1):
+                    if 0 <= row + down < side and 0 <= column + across < side:
+                        neighbour = v[(row + down) * side + column + across]
+                        out[row * side + column] += filters[:, down + 1, across + 1] * neighbour
+    return out
+
+
+def sima_local(module, q, k, v, head):
+    gain = module.gain.detach().double().numpy()[head]
+    return gain * len(q) * sima(module, q, k, v, head) + conv3x3(module, v, head)
+
+
+def relu2(module, q, k, v, head):
+    rows = []
+    for qi in q:
+        weights = np.array([np.mean(np.maximum(qi, 0) ** 2 * np.maximum(kj, 0) ** 2) for kj in k])
+        rows.append(weights / max(weights.sum(), 1e-6))
+    return weigh(rows, v) + conv3x3(module, v, head)
+
+
 def softmax_attention(module, q, k, v, head):
     return weigh([softmax(np.array([qi @ kj for kj in k]) / math.sqrt(q.shape[1])) for qi in q], v)
 
@@ -134,6 +162,8 @@ def nystrom(module, q, k, v, head):
 
 FORMULAS = {
     "sima": sima,
+    "sima_local": sima_local,
+    "relu2": relu2,
     "softmax": softmax_attention,
     "softmax_explicit": softmax_attention,
     "xca": xca,

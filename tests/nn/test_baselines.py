@@ -99,6 +99,17 @@ def test_a_grid_need_not_be_square_when_it_is_given():
 
 
 @pytest.mark.parametrize("name", ["cosformer_2d", "soft"])
+def test_a_second_image_size_compiles(name):
+    """torch.compile then takes the number of tokens as a symbol, of which there is no integer square root."""
+    torch._dynamo.reset()
+    module = create_attention(name, 16, 2)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    for N in (16, 36):
+        x = torch.randn(1, N, 16)
+        assert_close(compiled(x), module(x), 1e-5)
+
+
+@pytest.mark.parametrize("name", ["cosformer_2d", "soft"])
 def test_a_class_token_is_refused_where_tokens_must_form_a_grid(name):
     with pytest.raises(ValueError, match=r"17 tokens do not fill a square grid.*use no class token"):
         create_attention(name, 16, 2)(torch.randn(1, 17, 16))

@@ -135,6 +135,17 @@ def test_the_twin_has_softmax_everywhere_and_the_model_keeps_sima(name):
         assert (twin(image) - same(image)).abs().max() < 1e-5
 
 
+def test_the_twin_keeps_a_local_branch():
+    model = timm.create_model("sima_deit_tiny_patch16_224", **VIT, attention="sima_local").eval()
+    same = timm.create_model("sima_deit_tiny_patch16_224", **VIT, attention="softmax").eval()
+    same.load_state_dict(model.state_dict(), strict=False)
+    image = photo_model(model, size=32).prepare(Image.linear_gradient("L").convert("RGB"))
+    assert (softmax_twin(model)(image) - same(image)).abs().max() < 1e-5  # the filters are zero
+    for block in model.blocks:
+        block.attn.local.weight.data.fill_(1.0)
+    assert (softmax_twin(model)(image) - same(image)).abs().max() > 1e-3
+
+
 def test_a_softmax_model_is_timed_against_its_conversion(monkeypatch):
     monkeypatch.setattr(analysis, "TIMED_SECONDS", 0.0)
     analyzer = Analyzer(small_subject("vit_tiny_patch16_224"), LIMITS)

@@ -11,7 +11,14 @@ from sima_attn.conversion.modules import SAME_FUNCTION, Exchange, Refused, looks
 from sima_attn.conversion.placing import CONVERTED, can_be_placed, place
 from sima_attn.conversion.report import SAME_NOTE, ConversionReport, Skipped
 from sima_attn.conversion.trial import called_modules, example_image
-from sima_attn.nn import Attention, SimClassAttention, SimCrossAttention, SimMultiheadAttention, attention_class
+from sima_attn.nn import (
+    ATTENTIONS,
+    Attention,
+    SimClassAttention,
+    SimCrossAttention,
+    SimMultiheadAttention,
+    attention_class,
+)
 
 Where = Callable[[str, nn.Module], bool]
 SIMA_FORMS = (SimClassAttention, SimCrossAttention, SimMultiheadAttention)  # beside the registered ones
@@ -105,7 +112,8 @@ def _why_not_convertible(module: nn.Module, attention: str) -> str | None:
     if calls_interface(module):
         return _already("sima")
     if isinstance(module, (Attention, *SIMA_FORMS)):
-        is_wanted = isinstance(module, (attention_class(attention), *(SIMA_FORMS if attention == "sima" else ())))
+        registered = [name for cls in type(module).__mro__ for name, known in ATTENTIONS.items() if cls is known]
+        is_wanted = registered[:1] == [attention] or (attention == "sima" and isinstance(module, SIMA_FORMS))
         own = f"it is a {type(module).__name__} of this package, which is not converted; build the model with "
         return _already(attention) if is_wanted else f"{own}attention={attention!r}"
     if not looks_like_attention(module):

@@ -167,7 +167,7 @@ def _beit(old: Any, attention: str, options: dict[str, Any]) -> Exchange:
 def _pvt(old: Any, attention: str, options: dict[str, Any]) -> Exchange:
     """PVT v2's attention to a shrunk map: N queries, fewer keys."""
     cls = attention_class(attention)
-    if cls.needs_num_tokens or cls.needs_grid or attention == "xca":
+    if cls.needs_num_tokens or cls.needs_grid or cls.has_local_branch or attention == "xca":
         raise Refused(f"it has fewer keys than queries, which {attention!r} cannot take")
     new = _new_attention(old, attention, options, mixin=PvtCall)
     new.q, new.kv, new.sr, new.kv_norm, new.pool, new.act = old.q, old.kv, old.sr, old.norm, old.pool, old.act

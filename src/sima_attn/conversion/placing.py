@@ -10,6 +10,7 @@ from torch import nn
 from sima_attn.conversion.huggingface import calls_interface, is_pretrained_model, shared_config, switch_to_sima
 from sima_attn.conversion.modules import Exchange, Refused, exchange, is_convertible, only, restore
 from sima_attn.conversion.report import Converted
+from sima_attn.nn import attention_class
 
 CONVERTED = "_sima_attn"  # attribute of a converted module: the attention and its options
 # Attributes in which torch stores the forward and backward hooks of a module.
@@ -58,6 +59,7 @@ def _exchange(
     options: dict[str, Any],
     exchanged: dict[nn.Module, Exchange],
 ) -> Placement:
+    options = _with_prefix_tokens(model, path, attention, options)
     swap = exchanged.get(old) or exchange(path, old, attention, options)
     kind = type(old).__name__
     if not path:
@@ -79,6 +81,22 @@ def _exchange(
         partial(_check, model, path, old, new, _structure(new, old)),
         partial(_put_back, model, path, old, swap),
     )
+
+
+def _with_prefix_tokens(model: nn.Module, path: str, attention: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options, with the number of prefix tokens where the attention needs it and a model around it has it.
+
+    Without it, 24 patch tokens of an image that is not square and one class token would be taken for a 5 x 5 grid.
+    """
+    if not attention_class(attention).has_local_branch or "prefix_tokens" in options:
+        return options
+    if type(model.get_submodule(path)).__name__ == "XCA":  # in XCiT the class token joins after these blocks
+        return {**options, "prefix_tokens": 0}
+    names = path.split(".")
+    owners = (model.get_submodule(".".join(names[:depth])) for depth in reversed(range(len(names))))
+    counts = (getattr(owner, "num_prefix_tokens", None) for owner in owners)
+    known = next((count for count in counts if isinstance(count, int)), None)
+    return options if known is None else {**options, "prefix_tokens": known}
 
 
 def _structure(new: nn.Module, old: nn.Module) -> list[Any]:

@@ -203,6 +203,10 @@ def _check_options(
             "preprocessing in the graph gives one square image per photo: input_size must be one number and dynamic "
             f"empty, got {height}x{width} and {', '.join(dynamic) or 'none'}"
         )
+    if "size" in dynamic and any(getattr(module, "has_local_branch", False) for module in model.modules()):
+        raise ValueError(
+            "a convolution of v needs a fixed token grid, so 'size' cannot be dynamic; export one file per image size"
+        )
     patch = _patch(model)
     for side in (height, width):
         if side < 1 or side % patch:

@@ -143,11 +143,12 @@ def choose_attention(
     token_ref: float | str | None,
     trained_tokens: int,
     num_tokens: int,
-    has_class_token: bool,
+    prefix_tokens: int,
 ) -> type[Attention]:
     """The attention class of a model, with its options fixed.
 
-    `token_ref="train"` stands for the number of tokens at the training size, `trained_tokens`.
+    `token_ref="train"` stands for the number of tokens at the training size, `trained_tokens`. `prefix_tokens` of
+    `num_tokens` are not on the grid.
     """
     cls = attention_class(attention)
     fixed = dict(options or {})
@@ -158,13 +159,15 @@ def choose_attention(
         if fixed.get("token_ref") not in (None, reference):
             raise ValueError("token_ref and the token_ref of attention_options contradict each other; pass one of them")
         fixed["token_ref"] = reference
-    if cls.needs_grid and has_class_token:
+    if cls.needs_grid and prefix_tokens:
         raise ValueError(
             f"attention={attention!r} needs all its tokens on a grid, and this model has a class token among them; "
             "use class_token=False, global_pool='avg'"
         )
     if cls.needs_num_tokens:
         fixed.setdefault("num_tokens", num_tokens)
+    if cls.has_local_branch:
+        fixed.setdefault("prefix_tokens", prefix_tokens)
     return attention_class(attention, **fixed)
 
 

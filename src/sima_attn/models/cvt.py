@@ -89,6 +89,8 @@ def unsupported_reason(cls: type[Attention]) -> str | None:
         return "it is built for one number of tokens, which in CvT depends on the stage and the image size"
     if cls.needs_grid:
         return "it needs queries and keys on the same grid, and CvT has fewer keys and a class token"
+    if cls.has_local_branch:
+        return "it adds a convolution of v to its output, so it needs as many keys as queries, and CvT has fewer keys"
     if issubclass(cls, XCAttention):
         return "it compares channels over the tokens, so it needs as many keys as queries, and CvT has fewer keys"
     return None

@@ -60,7 +60,7 @@ def build_vit(
         token_ref=token_ref,
         trained_tokens=(sizes[name]["img_size"] // patch) ** 2 + prefix,
         num_tokens=-(-height // patch) * -(-width // patch) + prefix,
-        has_class_token=prefix > 0,
+        prefix_tokens=prefix,
     )
     kwargs = {"dynamic_img_size": True, "dynamic_img_pad": True, "embed_layer": ProductPatchEmbed, **kwargs}
     return build_model(cls, name, filter_fn=checkpoint_filter_fn, attn_layer=layer, class_token=class_token, **kwargs)

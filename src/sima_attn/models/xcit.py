@@ -89,7 +89,7 @@ class SimXcit(Xcit):
             token_ref=token_ref,
             trained_tokens=trained_tokens,
             num_tokens=(whole[0] // patch_size) * (whole[1] // patch_size),
-            has_class_token=False,  # it joins after the self-attention blocks
+            prefix_tokens=0,  # the class token joins after the self-attention blocks
         )
         for i, block in enumerate(self.blocks):
             drops: dict[str, Any] = {"attn_drop": attn_drop_rate, "proj_drop": proj_drop_rate}

@@ -5,13 +5,17 @@ from sima_attn.nn.class_attention import SimClassAttention
 from sima_attn.nn.cross_attention import SimCrossAttention
 from sima_attn.nn.multihead import SimMultiheadAttention
 from sima_attn.nn.registry import ATTENTIONS, attention_class, create_attention
+from sima_attn.nn.relu2 import Relu2Attention
+from sima_attn.nn.sima_local import SimLocalAttention
 
 __all__ = [
     "ATTENTIONS",
     "Attention",
+    "Relu2Attention",
     "SimAttention",
     "SimClassAttention",
     "SimCrossAttention",
+    "SimLocalAttention",
     "SimMultiheadAttention",
     "attention_class",
     "create_attention",

@@ -30,6 +30,7 @@ class Attention(LeafModule, ABC):
     equivariant: ClassVar[bool] = True  # permuting the tokens permutes the output
     needs_num_tokens: ClassVar[bool] = False  # the constructor takes num_tokens, and forward only that many
     needs_grid: ClassVar[bool] = False  # the tokens must form a grid, so no class token
+    has_local_branch: ClassVar[bool] = False  # o = A v + local(v), so the keys must be the tokens of the queries
     ties_qk: ClassVar[bool] = False  # q and k share one projection
     can_drop_attention: ClassVar[bool] = False  # attn_drop has entries of an attention matrix to drop
 
@@ -175,7 +176,7 @@ class SimAttention(Attention):
         eps: Smallest value of a norm.
     """
 
-    exps_in_paper = "0"
+    exps_in_paper: ClassVar[str | None] = "0"
 
     def __init__(
         self,

@@ -20,6 +20,7 @@ from sima_attn.explain.maps import unit_range
 from sima_attn.explain.photo_model import PhotoModel
 from sima_attn.explain.reading import Layer, Reading, read_attention
 from sima_attn.nn.attention import SimAttention
+from sima_attn.nn.local_values import LocalAttention
 from sima_attn.report.timing import time_interleaved
 from sima_attn.serve.limits import Limits, Refusal
 
@@ -199,7 +200,10 @@ class SoftmaxCore(nn.Module):
     def forward(self, *tokens: Any, **masks: Any) -> Tensor:
         """Tokens (CvT: and their grid) -> tokens [B, N, C]."""
         q, k, v = self.attention.split(*tokens)
-        return self.attention.join(F.scaled_dot_product_attention(q, k, v, **masks))
+        o = F.scaled_dot_product_attention(q, k, v, **masks)  # [B, H, N, D]
+        if isinstance(self.attention, LocalAttention):
+            o = o + self.attention.local(v)
+        return self.attention.join(o)
 
 
 def softmax_twin(model: nn.Module) -> nn.Module:

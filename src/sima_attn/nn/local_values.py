@@ -1,0 +1,103 @@
+"""A depth-wise 3 x 3 convolution of v over the token grid, and the base class of attentions that add it to A v.
+
+Shapes: B batch, H heads, N tokens, D channels per head, C = H * D, P prefix tokens.
+"""
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sima_attn.nn.attention import Attention
+from sima_attn.nn.grid import TokenLayout, check_layout_options, token_layout
+from sima_attn.ops.cost import Cost
+from sima_attn.ops.eager import without_autocast
+
+
+class LocalValues(nn.Module):
+    """v [B, H, N, D] -> [B, H, N, D]: one 3 x 3 filter per channel over the patch tokens, zero for prefix tokens.
+
+    The filters start at zero. They are no Conv2d, so that the initialisers of timm leave them there.
+
+    Args:
+        dim: C, the channels of all heads.
+        grid: (rows, columns) of the patch tokens. By default a square, found at each call.
+        prefix_tokens: Number of tokens before the patch tokens. By default the smallest from 0 to 8 that fits.
+        device, dtype: Of the filters.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        grid: tuple[int, int] | None = None,
+        prefix_tokens: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_layout_options(grid, prefix_tokens)
+        self.grid: tuple[int, int] | None = None if grid is None else (grid[0], grid[1])
+        self.prefix_tokens = prefix_tokens
+        self.weight = nn.Parameter(torch.zeros(dim, 1, 3, 3, device=device, dtype=dtype))
+
+    def forward(self, v: Tensor) -> Tensor:
+        """The convolution of v. Views of a packed projection are read without a copy."""
+        _, H, N, D = v.shape
+        P, rows, columns = self.layout(N)
+        x = v.transpose(1, 2).flatten(2)[:, P:]  # [B, rows * columns, C]
+        x = x.transpose(1, 2).unflatten(2, (rows, columns))  # [B, C, rows, columns]
+        with without_autocast(v):  # the dtype of the output is that of v, as for A v
+            x = F.conv2d(x, self.weight.to(v.dtype), padding=1, groups=H * D)
+        x = F.pad(x.flatten(2).transpose(1, 2), (0, 0, P, 0))  # [B, N, C]
+        return x.unflatten(2, (H, D)).transpose(1, 2)
+
+    def layout(self, N: int) -> TokenLayout:
+        """Prefix tokens, rows and columns of N tokens."""
+        return token_layout(N, self.grid, self.prefix_tokens, "a convolution of v")
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, grid={self.grid}, prefix_tokens={self.prefix_tokens}"
+
+
+class LocalAttention(Attention):
+    """O = A v + local(v): put before an attention that computes A v; its `core` adds `local_values(v)`.
+
+    `matrix` is A alone. Queries and keys must be the same tokens, because A v and local(v) are added token by token.
+    """
+
+    equivariant = False  # once the filters are not zero
+    has_local_branch = True
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        *args,
+        grid: tuple[int, int] | None = None,
+        prefix_tokens: int | None = None,
+        **kwargs,
+    ) -> None:
+        super().__init__(dim, num_heads, *args, **kwargs)
+        weight = self.proj.weight
+        self.local = LocalValues(dim, grid=grid, prefix_tokens=prefix_tokens, device=weight.device, dtype=weight.dtype)
+
+    def local_values(self, q: Tensor, v: Tensor) -> Tensor:
+        """local(v) [B, H, N, D]; raises where the keys are other tokens than the queries."""
+        if q.shape[2] != v.shape[2]:
+            raise ValueError(
+                f"{type(self).__name__} adds a convolution of v to its output, so it needs as many keys as queries, "
+                f"got {q.shape[2]} queries and {v.shape[2]} keys; use the attention without local branch"
+            )
+        return self.local(v)
+
+    def reference(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.matrix(q, k) @ v + self.local(v)
+
+    def with_local_cost(self, cost: Cost) -> Cost:
+        """The cost of A v, plus 9 MACs per patch token and channel."""
+        _, rows, columns = self.local.layout(cost.shape.N)
+        width = cost.shape.heads * cost.shape.Dv
+        macs, scratch = cost.macs + 9 * rows * columns * width, cost.scratch + cost.shape.N * width
+        return dataclasses.replace(cost, macs=macs, scratch=scratch)
