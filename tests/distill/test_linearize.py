@@ -69,9 +69,10 @@ def test_a_resumed_run_ends_with_the_same_bits(done, teacher, tmp_path, monkeypa
             raise StoppedError
 
     out = tmp_path / "run"
-    with monkeypatch.context() as patch, pytest.raises(StoppedError):
+    with monkeypatch.context() as patch:
         patch.setattr(Linearization, "after_step", stop)
-        linearized(teacher, out, overrides=[*SMALL, "run.checkpoint_steps=7"])
+        with pytest.raises(StoppedError):
+            linearized(teacher, out, overrides=[*SMALL, "run.checkpoint_steps=7"])
     again = linearize(None, out=out, resume=True, device="cpu", quiet=True)
     whole = done[1]
     assert [block.path for block in again.blocks] == [block.path for block in whole.blocks]
@@ -171,7 +172,7 @@ def test_bad_input_is_named_and_leaves_no_folder(tmp_path, teacher):
     out = tmp_path / "run"
     with pytest.raises(ValueError, match="has random weights"):
         linearize("vit_tiny_patch16_224", "digits", out)
-    with pytest.raises(ValueError, match="unknown attention 'smia'.*did you mean 'sima'"):
+    with pytest.raises(ValueError, match=r"unknown attention 'smia'.*did you mean 'sima'"):
         linearized(teacher, out, attention="smia")
     with pytest.raises(ValueError, match="the same attentions"):
         linearized(teacher, out, attention="softmax")
@@ -183,7 +184,7 @@ def test_bad_input_is_named_and_leaves_no_folder(tmp_path, teacher):
         linearize(teacher, tmp_path / "few", out)
     with pytest.raises(ValueError, match="needs a model and images"):
         linearize(None, "digits", out)
-    with pytest.raises(ValueError, match="augment.mixup must be 0"):
+    with pytest.raises(ValueError, match=r"augment\.mixup must be 0"):
         linearized(teacher, out, overrides=["augment.mixup=0.5"])
     assert not out.exists()
 

@@ -142,8 +142,10 @@ class Linearization(Task):
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
         """Augmented images."""
         recipe, seed = self.recipe, self.recipe.run.seed
-        where = {"start": start, "stop": stop, "device": self.fabric.device, "broken": self.broken}
-        return training_batches(self.source, self.share, recipe.data, recipe.augment, seed, **where)
+        source, share, device = self.source, self.share, self.fabric.device
+        return training_batches(
+            source, share, recipe.data, recipe.augment, seed, start=start, stop=stop, device=device, broken=self.broken
+        )
 
     def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """The new attentions, and all other weights."""
