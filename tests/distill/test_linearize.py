@@ -6,9 +6,11 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from typer.testing import CliRunner
 
 from sima_attn import assert_exp_free, linearize
 from sima_attn._settings import from_dict, to_dict, with_overrides
+from sima_attn.cli import app
 from sima_attn.distill.networks import Output, build_student, exchanged, output_loss, relative_error, settings_of
 from sima_attn.distill.recipes import ATTENTIONS, BLOCKS, NETWORK, LinearizeRecipe, Stages
 from sima_attn.distill.task import Linearization, open_images
@@ -198,3 +200,12 @@ def test_exchanged_says_when_nothing_differs():
     model = timm.create_model("sima_deit_tiny_patch16_224", depth=1)
     with pytest.raises(ValueError, match="the same attentions"):
         exchanged(model, model)
+
+
+def test_the_command(teacher, tmp_path):
+    out = tmp_path / "run"
+    options = ["--attention", "sima", "--steps", "4", "--batch", "512", "--device", "cpu", "--set", "run.threads=1"]
+    result = CliRunner().invoke(app, ["linearize", str(teacher), "--images", "digits", "--out", str(out), *options])
+    assert result.exit_code == 0, result.output
+    assert "blocks.0.attn" in result.output
+    assert (out / "weights.safetensors").is_file()
