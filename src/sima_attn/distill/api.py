@@ -1,5 +1,6 @@
 """linearize: a pretrained softmax model -> the same model with an exp-free attention that keeps what it knows."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -79,7 +80,8 @@ def _teacher(model: nn.Module | str | Path, weights: str | Path | None, pretrain
                 "weights and pretrained go with the name of a model, not with a model that has its weights"
             )
         preprocessing: Any = Preprocessing.of_model(model)
-        return LoadedModel(settings_of(model).name, model, preprocessing, *class_names_of(model))
+        copied = copy.deepcopy(model)  # it will be frozen, and moved to the device
+        return LoadedModel(settings_of(model).name, copied, preprocessing, *class_names_of(model))
     loaded = load_model(model, weights=weights, pretrained=pretrained)
     if not loaded.trained:
         raise ValueError(
