@@ -1,5 +1,5 @@
 # Two commands for a newcomer: `make demo` and `make test`. Each sets up all it needs by itself.
-BENCHES := $(addprefix bench-,cpu gpu call-overhead model edge paper-edge paper-gpu folding detect-cpu detect-cuda dino knn serve)
+BENCHES := $(addprefix bench-,cpu gpu call-overhead model edge paper-edge paper-gpu detect-cpu detect-cuda dino knn serve)
 .PHONY: help demo serve browser test test-shuffled lint doctor check format docs tables clean $(BENCHES)
 .DEFAULT_GOAL := help
 
@@ -62,7 +62,6 @@ bench-paper-gpu: BENCH = sima bench paper-gpu --out $(RESULTS)/paper_gpu.csv
 bench-detect-cpu: BENCH = sima bench detect --device cpu --out $(RESULTS)/detect_cpu.csv
 bench-detect-cuda: BENCH = sima bench detect --device cuda --out $(RESULTS)/detect_cuda.csv
 bench-dino: BENCH = python benchmarks/dino_step.py --out $(RESULTS)/dino_step.csv
-bench-folding: BENCH = python benchmarks/projection_folding.py --out $(RESULTS)/projection_folding.csv
 bench-knn: BENCH = python benchmarks/knn_search.py --out $(RESULTS)/knn_speed.csv
 bench-serve: BENCH = python benchmarks/serve_load.py --out $(RESULTS)/serve.csv
 $(BENCHES): $(READY)

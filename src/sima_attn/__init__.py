@@ -14,6 +14,7 @@ from sima_attn._version import __version__
 if TYPE_CHECKING:
     from sima_attn.auditing import AuditReport, assert_exp_free, audit
     from sima_attn.conversion import ConversionReport, convert
+    from sima_attn.distill.api import linearize
     from sima_attn.explain import heatmap
     from sima_attn.export.onnx import export_onnx
     from sima_attn.export.quantize import quantize_onnx
@@ -48,6 +49,7 @@ __all__ = [
     "create_attention",
     "export_onnx",
     "heatmap",
+    "linearize",
     "load_official",
     "quantize_onnx",
     "save_official",
@@ -58,6 +60,7 @@ _HOMES = {
     "sima_attn.ops": ("ExpCounter", "SimaAccumulator", "choose_order", "sima_attention"),
     "sima_attn.models": ("load_official", "save_official"),
     "sima_attn.conversion": ("ConversionReport", "convert"),
+    "sima_attn.distill.api": ("linearize",),
     "sima_attn.explain": ("heatmap",),
     "sima_attn.export.onnx": ("export_onnx",),
     "sima_attn.export.quantize": ("quantize_onnx",),

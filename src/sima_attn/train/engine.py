@@ -156,7 +156,7 @@ def learning_rates(
     timm's MultiStepLRScheduler is not used: it applies a milestone one step early, ignores milestones within the
     warm-up, and its warm-up differs from this one in the last bit of the learning rate.
     """
-    if isinstance(schedule, StepSchedule):
+    if not isinstance(schedule, Schedule):
         rates = [group["lr"] for group in optimizer.param_groups]
 
         def set_rates(step: int) -> None:

@@ -1,0 +1,122 @@
+"""Teacher and student: the same network, in which the student has another attention.
+
+Shapes: B batch, N tokens, C channels, K classes.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sima_attn.models.building import build_model, without_sources
+from sima_attn.models.settings import ModelSettings
+from sima_attn.nn import Attention
+
+
+class Output(NamedTuple):
+    """The final tokens [B, N, C] of a network, and its logits [B, K], K = 0 without a classifier."""
+
+    tokens: Tensor
+    logits: Tensor
+
+
+def settings_of(model: nn.Module, kwargs: Mapping[str, Any] | None = None) -> ModelSettings:
+    """The settings of a timm model: its name, which it knows, and the arguments that it was created with."""
+    name = (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
+    if name is None:
+        raise ValueError(
+            f"this {type(model).__name__} does not say which model of timm it is; create it with timm.create_model, or "
+            "pass the name of the model or the folder of its run"
+        )
+    return ModelSettings(name, kwargs=dict(kwargs or {}))
+
+
+def build_student(teacher: nn.Module, settings: ModelSettings, attention: str) -> nn.Module:
+    """The network of the teacher with another attention and the teacher's weights; new parameters as they start."""
+    student = build_model(without_sources(replace(settings, attention=attention)), classes_of(teacher))
+    new, wanted, given = tuple(f"{path}." for path in exchanged(teacher, student)), shapes(student), shapes(teacher)
+    foreign = sorted(
+        name for name in wanted | given if not name.startswith(new) and wanted.get(name) != given.get(name)
+    )
+    if foreign:
+        raise ValueError(
+            f"{settings.name} as timm builds it does not fit the teacher: {', '.join(foreign[:5])} differ; pass the "
+            "arguments that the teacher was created with as model_kwargs"
+        )
+    student.load_state_dict(teacher.state_dict(), strict=False)
+    return student
+
+
+def shapes(model: nn.Module) -> dict[str, torch.Size]:
+    """The shapes of the tensors of a model."""
+    return {name: tensor.shape for name, tensor in model.state_dict().items()}
+
+
+def classes_of(model: nn.Module) -> int:
+    """Number of classes of a timm model; 0 without a classifier."""
+    return int(getattr(model, "num_classes", 0))
+
+
+def exchanged(teacher: nn.Module, student: nn.Module) -> list[str]:
+    """Paths of the attentions in which the student differs from the teacher."""
+    theirs = dict(teacher.named_modules())
+    paths = [
+        path
+        for path, module in student.named_modules()
+        if isinstance(module, Attention) and type(theirs.get(path)) is not type(module)
+    ]
+    if not paths:
+        raise ValueError(
+            f"teacher and student of this {type(teacher).__name__} have the same attentions: nothing would be "
+            "learned; choose another attention"
+        )
+    return paths
+
+
+@contextmanager
+def recorded(model: nn.Module, paths: list[str]) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+    """A dictionary that each forward fills with input and output [B, N, C] of the modules at these paths."""
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def hook(path: str):
+        return lambda module, inputs, output: found.update({path: (inputs[0].detach(), output.detach())})
+
+    with ExitStack() as hooks:
+        for path in paths:
+            hooks.callback(model.get_submodule(path).register_forward_hook(hook(path)).remove)
+        yield found
+
+
+def run(model: Any, images: Tensor) -> Output:
+    """Final tokens and logits of a timm model."""
+    features = model.forward_features(images)
+    tokens = features.flatten(2).mT if features.dim() == 4 else features  # [B, N, C]
+    logits = model.forward_head(features) if classes_of(model) else features.new_empty(len(images), 0)
+    return Output(tokens, logits)
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> Tensor:
+    """|found - wanted|^2 / |wanted|^2 over all elements, in float32."""
+    wanted = wanted.float()
+    return (found.float() - wanted).square().sum() / wanted.square().sum().clamp_min(1e-12)
+
+
+def output_loss(found: Output, wanted: Output, logits_weight: float) -> Tensor:
+    """Relative error of the tokens, plus the divergence of the class probabilities from the teacher's."""
+    loss = relative_error(found.tokens, wanted.tokens)
+    if wanted.logits.shape[1] and logits_weight:
+        p, q = F.log_softmax(wanted.logits.float(), dim=1), F.log_softmax(found.logits.float(), dim=1)
+        loss = loss + logits_weight * F.kl_div(q, p, log_target=True, reduction="batchmean")
+    return loss
+
+
+@torch.no_grad()
+def block_errors(teacher: nn.Module, student: nn.Module, paths: list[str], images: Tensor) -> dict[str, float]:
+    """Relative error of each new attention, given the teacher's input."""
+    with recorded(teacher, paths) as found:
+        run(teacher, images)
+    return {path: relative_error(student.get_submodule(path)(x), y).item() for path, (x, y) in found.items()}

@@ -1,0 +1,212 @@
+"""Linearization of small models on the CPU."""
+
+import math
+
+import pytest
+import timm
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+from sima_attn import assert_exp_free, linearize
+from sima_attn._settings import from_dict, to_dict, with_overrides
+from sima_attn.cli import app
+from sima_attn.distill.networks import Output, build_student, exchanged, output_loss, relative_error, settings_of
+from sima_attn.distill.recipes import ATTENTIONS, BLOCKS, NETWORK, LinearizeRecipe, Stages
+from sima_attn.distill.task import Linearization, open_images
+from sima_attn.models.loading import load_model
+from sima_attn.train.classify import train_classifier
+from sima_attn.train.recipes import digits
+from sima_attn.train.run import RunFolder
+
+SMALL = ["run.threads=1", "run.log_steps=1"]
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    """A softmax ViT that knows the digits, without exp() outside of its attention."""
+    folder = tmp_path_factory.mktemp("runs") / "teacher"
+    changes = ["model.attention=softmax", "schedule.epochs=6", "schedule.warmup_epochs=1", "run.eval_epochs=6"]
+    train_classifier(with_overrides(digits(), changes), folder, device="cpu", quiet=True)
+    return folder
+
+
+def linearized(teacher, out, **options):
+    options = {"attention": "sima", "steps": 40, "batch": 128, "overrides": SMALL, "device": "cpu", **options}
+    return linearize(teacher, "digits", out, quiet=True, **options)
+
+
+@pytest.fixture(scope="module")
+def done(teacher, tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "student"
+    return out, linearized(teacher, out)
+
+
+def test_the_student_follows_its_teacher(done):
+    _, result = done
+    assert all(block.error_after < 0.8 * block.error_before for block in result.blocks)
+    assert result.metrics["cosine"] > 0.85
+    assert result.metrics["agreement"] > 90
+    assert result.metrics["top1"] > result.metrics["teacher_top1"] - 5
+
+
+def test_the_run_folder_is_the_student_and_nothing_else(done, teacher):
+    out, result = done
+    loaded = load_model(out)
+    images = torch.randn(3, 3, 8, 8)
+    assert torch.equal(loaded.model(images), result.model(images))
+    assert not torch.equal(loaded.model(images), load_model(teacher).model(images))
+    assert loaded.classes == load_model(teacher).classes
+    assert_exp_free(loaded.model, input_size=(3, 8, 8))
+    assert "cosine of final tokens" in (out / "report.md").read_text()
+    assert len((out / "blocks.csv").read_text().splitlines()) == 1 + len(result.blocks)
+
+
+def test_a_resumed_run_ends_with_the_same_bits(done, teacher, tmp_path, monkeypatch):
+    class StoppedError(Exception):
+        pass
+
+    def stop(self, step):
+        if step == 30:
+            raise StoppedError
+
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(Linearization, "after_step", stop)
+        with pytest.raises(StoppedError):
+            linearized(teacher, out, overrides=[*SMALL, "run.checkpoint_steps=7"])
+    again = linearize(None, out=out, resume=True, device="cpu", quiet=True)
+    whole = done[1]
+    assert [block.path for block in again.blocks] == [block.path for block in whole.blocks]
+    for name, tensor in whole.model.state_dict().items():
+        assert torch.equal(again.model.state_dict()[name], tensor), name
+    assert again.metrics == whole.metrics
+    assert again.blocks == whole.blocks
+
+
+def test_a_model_of_timm_and_a_folder_of_images(tmp_path):
+    """No labels, no split, no classifier: a part of the images is held out, a broken one is skipped."""
+    for i in range(200):
+        Image.new("RGB", (40, 36), (i, 90, 200 - i)).save(tmp_path / f"{i}.png")
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    arguments = {"num_classes": 0, "depth": 2, "img_size": 32}
+    model = timm.create_model("vit_tiny_patch16_224", **arguments)
+    model.pretrained_cfg = {**model.pretrained_cfg, "input_size": (3, 32, 32)}
+    options = {"attention": "sima", "steps": 4, "batch": 16, "device": "cpu", "quiet": True}
+    out, settings = tmp_path / "runs" / "run", [*SMALL, "data.workers=0"]
+    with pytest.raises(ValueError, match=r"does not fit the teacher: .* differ.*model_kwargs"):
+        linearize(model, tmp_path, out, overrides=settings, **options)
+    assert not out.exists()
+    del arguments["num_classes"]
+    done = linearize(model, tmp_path, out, model_kwargs=arguments, overrides=settings, **options)
+    assert set(done.metrics) == {"cosine"}
+    assert all(p.requires_grad for p in model.parameters())  # the teacher was copied
+    assert [block.path for block in done.blocks] == ["blocks.0.attn", "blocks.1.attn"]
+    images = torch.randn(1, 3, 32, 32)
+    assert torch.equal(load_model(out).model(images), done.model(images))
+
+
+def test_stages():
+    stages = Stages(block_epochs=2, attention_epochs=1, network_epochs=1, attention_lr=0.2, network_lr=0.02)
+    assert stages.all_epochs == 4
+    assert [stages.stage(step, 10) for step in (0, 19, 20, 29, 30, 39)] == [
+        BLOCKS,
+        BLOCKS,
+        ATTENTIONS,
+        ATTENTIONS,
+        NETWORK,
+        NETWORK,
+    ]
+    factors = [stages.factor(step, 10) for step in range(40)]
+    assert max(factors[:20]) == pytest.approx(1, abs=0.05)
+    assert max(factors[20:30]) == pytest.approx(0.2, abs=0.02)
+    assert max(factors[30:]) == pytest.approx(0.02, abs=0.002)
+    assert factors[19] < 0.02
+    assert factors[20] < factors[21]
+
+
+def test_recipes_survive_a_file(done):
+    saved = RunFolder(done[0]).read_recipe(LinearizeRecipe)
+    assert from_dict(LinearizeRecipe, to_dict(saved)) == saved
+    assert saved.model.attention == "sima"
+    assert saved.transfer.teacher_attention == "softmax"
+
+
+def test_the_relative_error_is_zero_for_the_same_and_one_for_nothing():
+    x = torch.randn(2, 5, 8)
+    assert relative_error(x, x) == 0
+    assert relative_error(torch.zeros_like(x), x) == pytest.approx(1)
+    assert relative_error(3 * x, 2 * x) == pytest.approx(0.25)
+
+
+def test_the_output_loss_adds_the_divergence_of_the_classes():
+    tokens, logits = torch.randn(2, 5, 8), torch.tensor([[0.0, math.log(3)], [0.0, 0.0]])
+    same = Output(tokens, logits)
+    other = Output(tokens, torch.zeros(2, 2))
+    assert output_loss(same, same, 1.0) == pytest.approx(0)
+    divergence = (0.25 * math.log(0.25 / 0.5) + 0.75 * math.log(0.75 / 0.5)) / 2
+    assert output_loss(other, same, 2.0) == pytest.approx(2 * divergence)
+    assert output_loss(other, same, 0.0) == pytest.approx(0)
+
+
+def test_the_student_begins_with_the_weights_of_its_teacher():
+    teacher = timm.create_model("vit_tiny_patch16_224")
+    student = build_student(teacher, settings_of(teacher), "sima")
+    paths = exchanged(teacher, student)
+    assert paths == [f"blocks.{i}.attn" for i in range(12)]
+    assert all(type(student.get_submodule(path)).__name__ == "SimAttention" for path in paths)
+    assert all(torch.equal(student.state_dict()[name], tensor) for name, tensor in teacher.state_dict().items())
+    with pytest.raises(ValueError, match="does not say which model of timm it is"):
+        settings_of(torch.nn.Linear(2, 2))
+
+
+def test_held_out_images_are_not_learned_from(tmp_path):
+    for i in range(30):
+        Image.new("RGB", (8, 8), (i, 0, 0)).save(tmp_path / f"{i:02}.png")
+    train, val = open_images(str(tmp_path), 0.2, seed=1)
+    names = {train.name(i) for i in range(len(train))}, {val.name(i) for i in range(len(val))}
+    assert len(names[0]) == 24
+    assert len(names[1]) == 6
+    assert not names[0] & names[1]
+    assert train.read(0).size == (8, 8)
+
+
+def test_bad_input_is_named_and_leaves_no_folder(tmp_path, teacher):
+    out = tmp_path / "run"
+    with pytest.raises(ValueError, match="has random weights"):
+        linearize("vit_tiny_patch16_224", "digits", out)
+    with pytest.raises(ValueError, match=r"unknown attention 'smia'.*did you mean 'sima'"):
+        linearized(teacher, out, attention="smia")
+    with pytest.raises(ValueError, match="the same attentions"):
+        linearized(teacher, out, attention="softmax")
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        linearize(teacher, tmp_path / "nowhere", out)
+    (tmp_path / "few").mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "few" / "one.png")
+    with pytest.raises(ValueError, match="has 1 images; a linearization needs at least 8"):
+        linearize(teacher, tmp_path / "few", out)
+    with pytest.raises(ValueError, match="needs a model and images"):
+        linearize(None, "digits", out)
+    with pytest.raises(ValueError, match=r"augment\.mixup must be 0"):
+        linearized(teacher, out, overrides=["augment.mixup=0.5"])
+    assert not out.exists()
+
+
+def test_a_finished_run_is_not_overwritten(done, teacher):
+    with pytest.raises(ValueError, match="already holds a run"):
+        linearized(teacher, done[0])
+
+
+def test_exchanged_says_when_nothing_differs():
+    model = timm.create_model("sima_deit_tiny_patch16_224", depth=1)
+    with pytest.raises(ValueError, match="the same attentions"):
+        exchanged(model, model)
+
+
+def test_the_command(teacher, tmp_path):
+    out = tmp_path / "run"
+    options = ["--attention", "sima", "--steps", "4", "--batch", "512", "--device", "cpu", "--set", "run.threads=1"]
+    result = CliRunner().invoke(app, ["linearize", str(teacher), "--images", "digits", "--out", str(out), *options])
+    assert result.exit_code == 0, result.output
+    assert "blocks.0.attn" in result.output
+    assert (out / "weights.safetensors").is_file()
