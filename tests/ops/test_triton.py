@@ -540,6 +540,13 @@ def test_programs_share_a_head_where_heads_are_few():
     assert triton_tiles.tiles_per_program(17, columns=1536, multiprocessors=132) == 17
 
 
+@pytest.mark.parametrize("converted", [False, True])
+def test_wide_heads_are_divided_only_where_they_do_not_fill_the_chip(converted):
+    shape = {"width": 128, "itemsize": 2, "multiprocessors": 132, "shared_memory": 232448, "converted": converted}
+    for heads, columns in ((64, 64), (256, 128)):
+        assert triton_tiles.choose_tile("forward_head", triton_tiles.Problem(784, heads, **shape)).columns == columns
+
+
 @pytest.mark.parametrize(("heads", "columns"), [(6, 16), (12, 32), (48, 64)])
 def test_programs_share_the_columns_of_a_head_where_heads_are_very_few(heads, columns):
     problem = triton_tiles.Problem(196, heads, width=64, itemsize=2, multiprocessors=132, shared_memory=232448)

@@ -128,8 +128,8 @@ def _candidates(kernel: str, problem: Problem) -> list[Tile]:
         small = [Tile(64, warps=8), Tile(32, warps=8), Tile(16, warps=8, stages=1)]
         if kernel != "forward_head":
             return small
-        if problem.heads >= problem.multiprocessors:
-            return [Tile(64, warps=4, stages=3, columns=128), *small]
+        if problem.heads >= problem.multiprocessors:  # half of the columns would read q and k twice
+            return [tile._replace(columns=128) for tile in (Tile(64, warps=4, stages=3), *small)]
         return [Tile(64, warps=8, stages=4), *small]
     if problem.width > 64:
         return [Tile(32, warps=8, columns=32), Tile(16, warps=8, stages=1, columns=32)]
