@@ -1,5 +1,6 @@
 """Linearization of small models on the CPU."""
 
+import copy
 import math
 
 import pytest
@@ -8,10 +9,19 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
+from closeness import assert_close
 from sima_attn import assert_exp_free, linearize
 from sima_attn._settings import from_dict, to_dict, with_overrides
 from sima_attn.cli import app
-from sima_attn.distill.networks import Output, build_student, exchanged, output_loss, relative_error, settings_of
+from sima_attn.distill.networks import (
+    Output,
+    build_student,
+    exchanged,
+    fit_gains,
+    output_loss,
+    relative_error,
+    settings_of,
+)
 from sima_attn.distill.recipes import ATTENTIONS, BLOCKS, NETWORK, LinearizeRecipe, Stages
 from sima_attn.distill.task import Linearization, open_images
 from sima_attn.models.loading import load_model
@@ -158,6 +168,20 @@ def test_the_student_begins_with_the_weights_of_its_teacher():
     assert all(torch.equal(student.state_dict()[name], tensor) for name, tensor in teacher.state_dict().items())
     with pytest.raises(ValueError, match="does not say which model of timm it is"):
         settings_of(torch.nn.Linear(2, 2))
+
+
+def test_gains_are_fitted_to_the_teacher():
+    wanted = timm.create_model(
+        "sima_deit_tiny_patch16_224", attention="sima_local", depth=1, img_size=32, num_classes=0
+    )
+    student = copy.deepcopy(wanted)
+    attention, target = student.blocks[0].attn, torch.tensor([0.5, 2.0, -1.0])
+    with torch.no_grad():
+        wanted.blocks[0].attn.gain.copy_(target)
+        wanted.blocks[0].attn.local.weight.normal_()
+        attention.local.weight.copy_(wanted.blocks[0].attn.local.weight)
+    fit_gains(wanted, student, ["blocks.0.attn"], torch.randn(4, 3, 32, 32))
+    assert_close(attention.gain.detach(), target, 1e-3)
 
 
 def test_held_out_images_are_not_learned_from(tmp_path):

@@ -120,3 +120,26 @@ def block_errors(teacher: nn.Module, student: nn.Module, paths: list[str], image
     with recorded(teacher, paths) as found:
         run(teacher, images)
     return {path: relative_error(student.get_submodule(path)(x), y).item() for path, (x, y) in found.items()}
+
+
+@torch.no_grad()
+def fit_gains(teacher: nn.Module, student: nn.Module, paths: list[str], images: Tensor) -> None:
+    """Set the `gain` per head of each new attention that has one, by least squares against the teacher's output.
+
+    The output is linear in the gains. Without this the attention of a trained model may begin a hundred times too
+    large: its queries and keys have means that SimA was not trained with.
+    """
+    with recorded(teacher, paths) as found:
+        run(teacher, images)
+    for path, (x, y) in found.items():
+        attention: Any = student.get_submodule(path)
+        if not isinstance(gain := getattr(attention, "gain", None), nn.Parameter):
+            continue
+        outputs = []
+        for gains in (torch.zeros_like(gain), *torch.eye(len(gain), device=gain.device, dtype=gain.dtype)):
+            gain.copy_(gains)
+            outputs.append(attention(x).double().flatten())
+        rest, heads = outputs[0], torch.stack(outputs[1:]) - outputs[0]  # [H, B * N * C]
+        products = heads @ heads.mT  # [H, H]
+        ridge = 1e-6 * products.diagonal().mean() * torch.eye(len(gain), device=gain.device, dtype=products.dtype)
+        gain.copy_(torch.linalg.solve(products + ridge, heads @ (y.double().flatten() - rest)))

@@ -33,6 +33,7 @@ from sima_attn.distill.networks import (
     block_errors,
     build_student,
     exchanged,
+    fit_gains,
     output_loss,
     recorded,
     relative_error,
@@ -40,6 +41,7 @@ from sima_attn.distill.networks import (
 )
 from sima_attn.distill.recipes import BLOCKS, NETWORK, LinearizeRecipe
 from sima_attn.models.building import build_model, without_sources
+from sima_attn.nn.eval_mode import eval_mode
 from sima_attn.report.progress import RunProgress
 from sima_attn.train.checkpoint import load_newest
 from sima_attn.train.classify import output_at
@@ -136,7 +138,9 @@ class Linearization(Task):
         seed_everything(recipe.run.seed)
         self.model = build_student(teacher, recipe.model, str(recipe.model.attention)).to(fabric.device)
         self.paths = exchanged(self.teacher, self.model)
-        self.best = Best(self.model, list(self.errors(self.model).values())).to(fabric.device)
+        before = list(self.errors(self.model).values())
+        fit_gains(self.teacher, self.model, self.paths, self._first_images(self.source, self.broken))
+        self.best = Best(self.model, before).to(fabric.device)
         self.others = [p for name, p in self.model.named_parameters() if not self._is_exchanged(name)]
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
@@ -180,7 +184,7 @@ class Linearization(Task):
         student = self.model.eval()
         sums: dict[str, float] = {}
         images = 0
-        for batch in self._held_out():
+        for batch in self._batches_of(self.val, self.broken_val):
             with self.fabric.autocast():
                 wanted, found = run(self.teacher, batch.images), run(student, batch.images)
             numbers = {"cosine": _cosine(found.tokens, wanted.tokens).mean(1)}
@@ -201,12 +205,9 @@ class Linearization(Task):
 
     def errors(self, student: nn.Module) -> dict[str, float]:
         """Relative error of each new attention on the first held-out images, given the teacher's input."""
-        images = torch.cat([batch.images for batch in self._held_out(MEASURED_IMAGES)])
-        training = student.training
-        with self.fabric.autocast():
-            errors = block_errors(self.teacher, student.eval(), self.paths, images)
-        student.train(training)
-        return errors
+        images = self._first_images(self.val, self.broken_val)
+        with self.fabric.autocast(), eval_mode(student):
+            return block_errors(self.teacher, student, self.paths, images)
 
     def state(self) -> dict[str, nn.Module]:
         """Teacher and best student."""
@@ -220,10 +221,13 @@ class Linearization(Task):
         """The best student on held-out images."""
         return self.best.network
 
-    def _held_out(self, most: int | None = None) -> Iterator[Batch]:
-        part = self.val if most is None else Part(self.val, np.arange(min(most, len(self.val))))
-        batch = min(self.share.piece, len(part))
-        return evaluation_batches(part, self.recipe.data, batch, device=self.fabric.device, broken=self.broken_val)
+    def _first_images(self, source: Source, broken: BrokenImages) -> Tensor:
+        part = Part(source, np.arange(min(MEASURED_IMAGES, len(source))))
+        return torch.cat([batch.images for batch in self._batches_of(part, broken)])
+
+    def _batches_of(self, source: Source, broken: BrokenImages) -> Iterator[Batch]:
+        batch = min(self.share.piece, len(source))
+        return evaluation_batches(source, self.recipe.data, batch, device=self.fabric.device, broken=broken)
 
     def _is_exchanged(self, name: str) -> bool:
         return name.startswith(tuple(f"{path}." for path in self.paths))
