@@ -21,6 +21,7 @@ import torch
 from PIL.Image import Image
 from torch import Tensor
 
+from sima_attn._errors import check_installed
 from sima_attn._files import atomic_write
 from sima_attn.data.images import check_size, read_image
 from sima_attn.data.sources import ImageSource
@@ -41,10 +42,7 @@ KINDS = {"box": "bbox", "mask": "segm"}
 
 def check_pycocotools() -> None:
     """Raise before a long run if pycocotools is not installed."""
-    try:
-        import pycocotools  # noqa: F401
-    except ImportError:
-        raise ValueError("this needs pycocotools, which is not installed: pip install 'sima-attn[detection]'") from None
+    check_installed("detection", "pycocotools", extra="detection")
 
 
 class SkippedRecords(dict[str, list[Any]]):
@@ -189,7 +187,8 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def _categories(content: dict[str, Any], file: Path) -> list[dict[str, Any]]:
     categories = content["categories"]
-    if not categories or not all(isinstance(c.get("id"), int) and "name" in c for c in categories):
+    good = [isinstance(c, dict) and isinstance(c.get("id"), int) and "name" in c for c in categories]
+    if not good or not all(good):
         raise ValueError(f"{file}: a category needs a whole number as id, and a name; got {categories[:3]}")
     if len({c["id"] for c in categories}) != len(categories):
         raise ValueError(f"{file}: two categories have the same id")
