@@ -76,11 +76,6 @@ def copy_bandwidth(gibibytes: float = 0.25) -> float:
     return 2 * source.numel() * source.element_size() / timing.p50
 
 
-def device_name() -> str:
-    """Name of the GPU."""
-    return torch.cuda.get_device_name()
-
-
 def _capture(function: Function) -> tuple[torch.cuda.CUDAGraph, int]:
     """A graph of several calls of the function, and their number."""
     stream = torch.cuda.Stream()
