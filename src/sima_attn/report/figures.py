@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from sima_attn._errors import check_installed
 from sima_attn._files import atomic_write
 
 FIGURES = (".png", ".jpg", ".pdf", ".svg")
@@ -14,10 +15,7 @@ FIGURES = (".png", ".jpg", ".pdf", ".svg")
 
 def check_can_plot(path: Path | None = None) -> None:
     """Raise if matplotlib is missing or `path` is not the name of a figure; called before a long run."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ValueError("figures need matplotlib, which is not installed: pip install 'sima-attn[plots]'") from None
+    check_installed("a figure", "matplotlib", extra="plots")
     if path is not None and (path.is_dir() or path.suffix.lower() not in FIGURES):
         raise ValueError(f"a figure must be a file that ends in {', '.join(FIGURES)}, got {path}")
 
