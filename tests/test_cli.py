@@ -8,6 +8,7 @@ import sys
 import tomllib
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -173,6 +174,14 @@ def test_an_error_of_the_user_is_one_line_without_a_traceback(tmp_path):
     assert "error:" in done.stderr
     assert "none.csv" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_too_little_memory_of_a_gpu_is_one_line_and_an_error_of_ours_is_a_traceback(monkeypatch, capsys):
+    for error in (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), RuntimeError("ours")):
+        monkeypatch.setattr(cli, "app", Mock(side_effect=error))
+        with pytest.raises(RuntimeError if str(error) == "ours" else SystemExit):
+            cli.main()
+    assert capsys.readouterr().err.splitlines() == ["error: CUDA out of memory. Tried to allocate 2 GiB"]
 
 
 @pytest.mark.parametrize("started", ["in this process", "in its own"])

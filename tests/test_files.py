@@ -151,6 +151,15 @@ def test_only_files_are_overwritten(not_a_file):
     assert not_a_file.stat() == before
 
 
+def test_a_file_in_place_of_the_folder_is_named(tmp_path):
+    (tmp_path / "folder").write_text("mine")
+    with (
+        pytest.raises(OSError, match="folder is a file; give the name of a folder"),
+        atomic_write(tmp_path / "folder/x"),
+    ):
+        pytest.fail("the block must not run")
+
+
 def save_through_file(temporary):
     with open(temporary, "wb") as file:
         torch.save({"x": torch.zeros(100_000)}, file)

@@ -32,6 +32,8 @@ def atomic_write(path: Path) -> Iterator[Path]:
         raise IsADirectoryError(f"{path} is a folder; give the name of a file")
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is a device, pipe or socket; give the name of a file")
+    if path.parent.is_file():
+        raise NotADirectoryError(f"{path} cannot be written: {path.parent} is a file; give the name of a folder")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers_once(path.parent.resolve())

@@ -143,7 +143,7 @@ def test_images_without_labels_can_be_read_where_none_are_needed(folders, tmp_pa
 def test_a_compressed_tar_is_named(folders, tmp_path, opened):
     data = encoded(folders, "train")
     write_members(tmp_path / "train-0.tar", [("0.png", data[0][0]), ("0.cls", b"0")], f"w:{opened}")
-    with pytest.raises(ValueError, match=r"train-0\.tar is not a readable tar file: .*; it must not be compressed"):
+    with pytest.raises(ValueError, match=r"train-0\.tar is not a readable tar file, or it is compressed"):
         open_data(tmp_path)
 
 
@@ -275,6 +275,26 @@ def test_parquet_labels_of_another_kind_are_named(tmp_path):
     write_table(tmp_path / "p", image=[b"", b""], label=[1, None])
     with pytest.raises(ValueError, match=r"1 of 2 rows of .* have no label"):
         open_data(tmp_path / "p")
+
+
+def test_parquet_images_must_be_bytes(tmp_path):
+    for wrong in (["cat/0.png"], [{"path": "cat/0.png"}], [[0, 255]]):
+        write_table(tmp_path, image=wrong, label=[0])
+        with pytest.raises(ValueError, match=r"column image of .*train\.parquet must contain encoded images as bytes"):
+            open_data(tmp_path)
+    for right in ([b""], [{"bytes": b"", "path": "cat/0.png"}]):
+        write_table(tmp_path, image=right, label=[0])
+        assert len(open_data(tmp_path)) == 1
+
+
+def test_labels_that_are_ids_are_named_before_they_are_counted(tmp_path):
+    """A class for each number up to an id of 13 digits would take all memory."""
+    write_table(tmp_path / "p", image=[b""], label=[1_700_000_000_000])
+    (tmp_path / "t").mkdir()
+    write_members(tmp_path / "t" / "train-0.tar", [("a.png", b""), ("a.cls", b"1700000000000")])
+    for root in (tmp_path / "p", tmp_path / "t"):
+        with pytest.raises(ValueError, match=r"has the label 1700000000000: number the classes from 0"):
+            open_data(root)
 
 
 def test_digits_are_split_by_class():

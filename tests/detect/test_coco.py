@@ -243,6 +243,7 @@ def test_boxes_end_at_the_image_and_slivers_are_not_trained_on(folder):
         (lambda c: c["images"].append(c["images"][0]), "two images have the id 11"),
         (lambda c: c["categories"].append({"id": 3, "name": "x"}), "two categories have the same id"),
         (lambda c: c["categories"].append({"id": "x"}), "a category needs a whole number as id"),
+        (lambda c: c["categories"].append("cat"), "a category needs a whole number as id"),
         (lambda c: c["categories"].append({"id": [3], "name": "x"}), "a category needs a whole number as id"),
     ],
 )

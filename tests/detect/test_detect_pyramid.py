@@ -61,6 +61,8 @@ def test_finer_by_transposed_convolutions_coarser_by_pooling():
     assert kinds[8] == ["Sequential", "ConvTranspose2d"]
     assert kinds[16] == ["Identity"]
     assert kinds[32] == kinds[64] == ["MaxPool2d"]
+    with pytest.raises(ValueError, match="a stride of 14 cannot be changed to 4"):
+        to_stride(8, 14, 4, nn.GELU)
 
 
 @pytest.mark.parametrize("norm", [True, False])

@@ -398,6 +398,11 @@ def test_the_command_refuses(run, arguments, message):
         raise result.exception
 
 
+def test_each_k_is_at_least_1():
+    output = CliRunner().invoke(cli.app, ["knn", "-k", "0", "-k", "20"]).output
+    assert "Invalid value for '-k'" in output
+
+
 @pytest.mark.parametrize("command", ["knn", "linear"])
 def test_other_classes_in_val_are_named(run, command, tmp_path):
     root = class_folders(tmp_path / "data", per_class=(2, 2))

@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -149,7 +150,10 @@ def test_the_evaluation_equals_the_two_commands(data, tmp_path):
     source = open_data(data, "val")
     cache = Cache(source, recipe.data, torch.device("cpu"), broken=BrokenImages(source))
     for reader in (model, LayerFeatures(model)):
-        found = features_of(reader, cache, batch=5)
+        on_step = Mock()
+        found = features_of(reader, cache, "cpu", on_step, batch=5)
+        assert on_step.call_args_list[0].args == (5, len(source))
+        assert on_step.call_args_list[-1].args == (len(source), len(source))
         expected = extract(reader, source, recipe.data, tmp_path / "features", batch=4)
         assert np.allclose(found.values, expected.values, atol=5e-3)
         assert np.array_equal(found.labels, expected.labels)

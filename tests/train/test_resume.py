@@ -140,11 +140,20 @@ def test_another_recipe_or_a_fresh_start_in_the_same_folder_is_refused(tmp_path)
     recipe = small_recipe(data, epochs=1)
     train_classifier(recipe, tmp_path / "run", device="cpu", quiet=True)
     before = (tmp_path / "run" / "weights.safetensors").read_bytes()
-    with pytest.raises(ValueError, match=r"already holds a run \(recipe\.yaml\): resume it with --resume"):
+    with pytest.raises(ValueError, match=r"already holds a run \(recipe\.yaml\): add --resume, or choose another"):
         train_classifier(recipe, tmp_path / "run", device="cpu", quiet=True)
     with pytest.raises(ValueError, match=r"the run in .* has a different recipe: schedule\.epochs: 1 -> 2"):
         train_classifier(small_recipe(data, epochs=2), tmp_path / "run", resume=True, device="cpu", quiet=True)
     assert (tmp_path / "run" / "weights.safetensors").read_bytes() == before
+
+
+def test_a_file_in_place_of_the_folder_is_named(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name in ("file", "link"):
+        with pytest.raises(ValueError, match=rf"{name} is a file or a broken link, not a folder; choose another --out"):
+            train_classifier(small_recipe(tmp_path), tmp_path / name, device="cpu", quiet=True)
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_a_recipe_file_edited_by_hand_is_refused_when_the_run_is_resumed(tmp_path):

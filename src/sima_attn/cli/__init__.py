@@ -96,7 +96,9 @@ def main() -> None:
     """Run the command line; an error the user can mend is one line, without a traceback."""
     try:
         app()
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and type(error).__name__ != "OutOfMemoryError":  # of torch
+            raise
         # Escaped: 'sima-attn[plots]' is no markup.
         Console(stderr=True).print(f"[bold red]error:[/bold red] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)

@@ -64,7 +64,7 @@ def knn_command(
     model: option.RunOrModel = DEFAULT_RUN,
     data: option.DataOfRun = None,
     k: Annotated[
-        list[int] | None, Option("-k", help="Neighbours; repeat for several.", show_default="10, 20, 100, 200")
+        list[int] | None, Option("-k", help="Neighbours; repeat for several.", min=1, show_default="10, 20, 100, 200")
     ] = None,
     temperature: Annotated[float, Option(help="Temperature T of the weights exp(cosine / T).")] = 0.07,
     size: SizeOption = None,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import tarfile
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -18,11 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sima_attn._errors import check_installed
 from sima_attn.data.images import ENDINGS, images_in, is_hidden, read_image
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+MAX_UNLISTED_CLASSES = 100_000  # more are not numbers of classes but other ids; ImageNet-21k has 21,841 classes
 SPLITS = {"train": ("train", "training"), "val": ("val", "validation", "valid", "test")}
 
 
@@ -123,6 +126,8 @@ def few_of(names: Sequence[str]) -> str:
 
 def _class_names(listed: list[str] | None, labels: np.ndarray, root: Path) -> list[str]:
     """The listed names, or the numbers up to the largest label. Raises if a label has no class."""
+    if listed is None and labels.max() >= MAX_UNLISTED_CLASSES:
+        raise ValueError(f"{root} has the label {labels.max()}: number the classes from 0, or list them in classes.txt")
     classes = [str(k) for k in range(labels.max() + 1)] if listed is None else listed
     wrong = (labels < 0) | (labels >= len(classes))
     if wrong.any():
@@ -154,10 +159,8 @@ class ClassFolders(Source):
             self.classes = sorted(entry.name for entry in listing if entry.is_dir() and not is_hidden(entry.name))
         self.files = [] if self.classes or labelled else images_in(root)
         if not self.classes and not self.files:
-            missing = (
-                f"class folders: put the images in {root}/CLASS/" if labelled else f"images ({', '.join(ENDINGS)})"
-            )
-            raise ValueError(f"{root} contains no {missing}")
+            folders, images = f"class folders: put the images in {root}/CLASS/", f"images ({', '.join(ENDINGS)})"
+            raise ValueError(f"{root} contains no {folders if labelled else images}")
         labels = [0] * len(self.files)
         for label, name in enumerate(self.classes):
             found = images_in(root / name, deep=True)
@@ -183,13 +186,10 @@ class Parquet(Source):
     KEPT_BLOCKS = 16  # row groups kept in memory, per process
 
     def __init__(self, files: Sequence[Path], root: Path, labelled: bool = True) -> None:
-        try:
-            import pyarrow as pa
-            import pyarrow.parquet as pq
-        except ImportError:
-            raise ValueError(
-                "parquet files need pyarrow, which is not installed: pip install 'sima-attn[train]'"
-            ) from None
+        check_installed("reading parquet files", "pyarrow", extra="train")
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
         self.files = list(files)
         self.groups: list[tuple[int, int]] = []  # (file, row group) of each block
         self.blocks = []
@@ -202,6 +202,9 @@ class Parquet(Source):
                 present, wanted = file.schema_arrow.names, ["image", "label"] if labelled else ["image"]
                 if missing := [column for column in wanted if column not in present]:
                     raise ValueError(f"{path} has no column {missing[0]!r}; its columns are {present}")
+                kind = str(file.schema_arrow.field("image").type)
+                if not re.search(r"^(large_)?binary|bytes: (large_)?binary", kind):
+                    raise ValueError(f"the column image of {path} must contain encoded images as bytes, got {kind}")
                 if labelled:
                     found = _names_in_metadata(file.schema_arrow.metadata)
                     if names and found:
@@ -236,9 +239,8 @@ class Parquet(Source):
         block, row = self._row(index)
         if block not in self._kept:
             file, group = self.groups[block]
-            self._kept[block] = pq.ParquetFile(self.files[file]).read_row_group(
-                group, columns=["image"], use_threads=False
-            )["image"]
+            table = pq.ParquetFile(self.files[file]).read_row_group(group, columns=["image"], use_threads=False)
+            self._kept[block] = table["image"]
             if len(self._kept) > self.KEPT_BLOCKS:
                 self._kept.popitem(last=False)
         cell = self._kept[block][row].as_py()
@@ -298,7 +300,7 @@ class TarShards(Source):
                 with tarfile.open(path, "r:") as shard:
                     self._index(i, shard, labels)
             except tarfile.TarError as error:
-                raise ValueError(f"{path} is not a readable tar file: {error}; it must not be compressed") from None
+                raise ValueError(f"{path} is not a readable tar file, or it is compressed: {error}") from None
             self.blocks.append(len(labels) - before)
         if not labels:
             kind = "images with labels (NAME.jpg with NAME.cls)" if labelled else "images"
@@ -374,9 +376,7 @@ class Digits(Source):
         try:
             from sklearn.datasets import load_digits
         except ImportError:
-            raise ValueError(
-                "the digits need scikit-learn, which is not installed: pip install 'sima-attn[data]'"
-            ) from None
+            raise ValueError("the digits need scikit-learn: install it with pip install 'sima-attn[data]'") from None
         images, labels = load_digits(return_X_y=True)
         rank = np.array([np.count_nonzero(labels[:i] == label) for i, label in enumerate(labels)])  # within its class
         chosen = np.flatnonzero((rank % 5 == 4) == (split == "val"))

@@ -184,7 +184,8 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def _categories(content: dict[str, Any], file: Path) -> list[dict[str, Any]]:
     categories = content["categories"]
-    if not categories or not all(isinstance(c.get("id"), int) and "name" in c for c in categories):
+    good = [isinstance(c, dict) and isinstance(c.get("id"), int) and "name" in c for c in categories]
+    if not good or not all(good):
         raise ValueError(f"{file}: a category needs a whole number as id, and a name; got {categories[:3]}")
     if len({c["id"] for c in categories}) != len(categories):
         raise ValueError(f"{file}: two categories have the same id")

@@ -27,6 +27,8 @@ def to_stride(dim: int, have: int, want: int, act: type[nn.Module]) -> nn.Module
     downsampling uses max-pooling.
     """
     doublings = round(math.log2(have / want))
+    if have != want * 2.0**doublings:
+        raise ValueError(f"a stride of {have} cannot be changed to {want}: patches of 4, 8 or 16 pixels are supported")
     if doublings <= 0:
         return nn.MaxPool2d(2**-doublings) if doublings else nn.Identity()
     layers: list[nn.Module] = [nn.ConvTranspose2d(dim, dim, kernel_size=2, stride=2)]

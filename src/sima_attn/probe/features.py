@@ -164,11 +164,15 @@ def _rows(model: nn.Module, batches: Iterator[Batch], device: str, dtype: str) -
         yield rows
 
 
-def features_of(model: nn.Module, cache: Cache, *, batch: int = 512, device: str = "cpu") -> Features:
+def features_of(
+    model: nn.Module, cache: Cache, device: str, on_step: Callable[[int, int], None], batch: int = 512
+) -> Features:
     """Features of decoded images, in memory and in half precision; nothing is written to disk."""
-    indices = np.flatnonzero(cache.good)
-    values = np.concatenate(list(_rows(model, cache.evaluation_batches(batch), device, "float16")))
-    return Features(values, cache.source.labels[indices], indices, cache.source.classes)
+    indices, parts = np.flatnonzero(cache.good), []
+    for rows in _rows(model, cache.evaluation_batches(batch), device, "float16"):
+        parts.append(rows)
+        on_step(sum(map(len, parts)), len(indices))
+    return Features(np.concatenate(parts), cache.source.labels[indices], indices, cache.source.classes)
 
 
 def extract(

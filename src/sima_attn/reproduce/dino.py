@@ -184,7 +184,8 @@ def evaluate_features(backbone: nn.Module, recipe: DinoRecipe, device: str, prog
     for split in ("train", "val"):
         source = open_data(recipe.data.path, split)
         cache = decode(source, split, recipe.data, torch.device(device), progress)
-        pairs.append([features_of(reader, cache, device=device) for reader in (backbone, layers)])
+        what = f"features of {split}"
+        pairs.append([features_of(model, cache, device, progress.counter(what)) for model in (backbone, layers)])
     (bank, bank_layers), (queries, query_layers) = pairs
     found = features_accuracy(queries, bank, k=[probe.k], temperature=probe.temperature, device=device)[0]
     counter = progress.counter("linear classifier")

@@ -57,21 +57,18 @@ class RunFolder:
 
     def check(self, recipe: Any, *, resume: bool) -> None:
         """Raise unless the folder is free for a new run, or holds the run to resume."""
+        if os.path.lexists(self.path) and not self.path.is_dir():
+            raise ValueError(f"{self.path} is a file or a broken link, not a folder; choose another --out")
         if not resume:
             for name in (RECIPE, WEIGHTS, CHECKPOINTS, "train.csv", "eval.csv"):
                 if os.path.lexists(self.path / name):
-                    raise ValueError(
-                        f"{self.path} already holds a run ({name}): resume it with --resume, or choose another folder "
-                        "with --out"
-                    )
+                    raise ValueError(f"{self.path} already holds a run ({name}): add --resume, or choose another --out")
             return
         refuse_changes(f"the run in {self.path}", self.read_recipe(type(recipe)), recipe)
         left = [file.name for file in (self.weights, self.path / "train.csv") if file.exists()]
         if left and not checkpoints(self.checkpoints):
-            raise ValueError(
-                f"the run in {self.path} has {' and '.join(left)}, but no checkpoint to resume from; start a new run "
-                "with another --out"
-            )
+            what = " and ".join(left)
+            raise ValueError(f"{self.path} has {what}, but no checkpoint to resume from; choose another --out")
 
     def check_finished(self, recipe: Any) -> None:
         """Raise unless the finished run here has this recipe; settings of `run` other than the seed may differ."""
