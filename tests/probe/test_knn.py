@@ -17,7 +17,7 @@ from sima_attn import cli
 from sima_attn._files import DiskFullError
 from sima_attn._settings import with_overrides
 from sima_attn.data.settings import Data
-from sima_attn.data.sources import open_data
+from sima_attn.data.sources import Subset, open_data
 from sima_attn.dino.recipes import named_dino_recipe
 from sima_attn.dino.task import train_dino
 from sima_attn.models.weight_files import read_weights
@@ -25,7 +25,7 @@ from sima_attn.probe import feature_map as map_module
 from sima_attn.probe import features as features_module
 from sima_attn.probe import knn as knn_module
 from sima_attn.probe.feature_map import plot_feature_map, principal_components, two_dimensions
-from sima_attn.probe.features import Subset, evenly, extract, key_of, load_backbone
+from sima_attn.probe.features import evenly, extract, key_of, load_backbone
 from sima_attn.probe.knn import KnnRow, knn_accuracy, nearest, plot_neighbours, votes
 from sima_attn.report.rows import read_rows
 from small_runs import class_folders

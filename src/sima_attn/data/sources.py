@@ -66,6 +66,20 @@ class Source(ImageSource):
         return len(self.labels)
 
 
+class Subset(Source):
+    """Some images of a source."""
+
+    def __init__(self, source: Source, indices: np.ndarray) -> None:
+        self.source, self.indices = source, indices
+        self.classes, self.labels = source.classes, source.labels[indices]
+
+    def name(self, index: int) -> str:
+        return self.source.name(int(self.indices[index]))
+
+    def read(self, index: int) -> Image:
+        return self.source.read(int(self.indices[index]))
+
+
 def open_data(path: str | Path, split: str = "train", *, labelled: bool = True) -> Source:
     """The images of a split ("train" or "val"); the format is detected from the files.
 

@@ -28,7 +28,7 @@ from sima_attn.data.loader import (
     steps_per_epoch,
     training_batches,
 )
-from sima_attn.data.sources import ClassFolders, Source, open_data
+from sima_attn.data.sources import ClassFolders, Source, Subset, open_data
 from sima_attn.distill.networks import (
     block_errors,
     build_student,
@@ -56,22 +56,6 @@ LEAST_IMAGES = 8
 MEASURED_IMAGES = 64  # for the errors of single blocks
 
 
-class Part(Source):
-    """Some images of a source."""
-
-    def __init__(self, whole: Source, indices: np.ndarray) -> None:
-        self.whole, self.indices = whole, indices
-        self.classes, self.labels = whole.classes, whole.labels[indices]
-
-    def name(self, index: int) -> str:
-        """As in the whole source."""
-        return self.whole.name(int(self.indices[index]))
-
-    def read(self, index: int):
-        """As in the whole source."""
-        return self.whole.read(int(self.indices[index]))
-
-
 def open_images(path: str, held_out: float, seed: int) -> tuple[Source, Source]:
     """(images to learn from, images to measure on): the splits of the data, or parts of a folder of images.
 
@@ -91,7 +75,7 @@ def open_images(path: str, held_out: float, seed: int) -> tuple[Source, Source]:
     except FileNotFoundError:
         order = np.random.default_rng(seed).permutation(len(train))
         count = max(1, round(held_out * len(train)))
-        return Part(train, np.sort(order[count:])), Part(train, np.sort(order[:count]))
+        return Subset(train, np.sort(order[count:])), Subset(train, np.sort(order[:count]))
 
 
 class Best(nn.Module):
@@ -222,7 +206,7 @@ class Linearization(Task):
         return self.best.network
 
     def _first_images(self, source: Source, broken: BrokenImages) -> Tensor:
-        part = Part(source, np.arange(min(MEASURED_IMAGES, len(source))))
+        part = Subset(source, np.arange(min(MEASURED_IMAGES, len(source))))
         return torch.cat([batch.images for batch in self._batches_of(part, broken)])
 
     def _batches_of(self, source: Source, broken: BrokenImages) -> Iterator[Batch]:

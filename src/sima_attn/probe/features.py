@@ -23,32 +23,16 @@ from sima_attn.data.cache import Cache
 from sima_attn.data.images import READER_VERSION
 from sima_attn.data.loader import Batch, BrokenImages, evaluation_batches, seed_everything
 from sima_attn.data.settings import Data
-from sima_attn.data.sources import Source
+from sima_attn.data.sources import Source, Subset
 from sima_attn.models.loading import load_model
 from sima_attn.probe.settings import Probe
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
+    pass
 
 BRANCHES = ("teacher", "student")
 FEW_IMAGES, MOST_WORKERS = 4096, 16  # starting worker processes takes longer than decoding this many images
 DTYPES = ("float16", "float32")
-
-
-class Subset(Source):
-    """Some images of a source."""
-
-    def __init__(self, source: Source, indices: np.ndarray) -> None:
-        self.source, self.indices = source, indices
-        self.classes, self.labels = source.classes, source.labels[indices]
-
-    def name(self, index: int) -> str:
-        """Name of a sample in messages."""
-        return self.source.name(int(self.indices[index]))
-
-    def read(self, index: int) -> Image:
-        """The image, RGB."""
-        return self.source.read(int(self.indices[index]))
 
 
 class Backbone(NamedTuple):
