@@ -573,8 +573,9 @@ def test_command_knows_our_own_models():
 def test_command_suggests_names():
     result = CliRunner().invoke(cli.app, ["audit", "deit_tiny_patch16_24"])
     assert isinstance(result.exception, ValueError)
-    assert "unknown model or .onnx file 'deit_tiny_patch16_24'; did you mean 'deit_tiny_patch16_224'" in str(
-        result.exception
+    assert (
+        "unknown model, run folder or .onnx file 'deit_tiny_patch16_24'; did you mean 'deit_tiny_patch16_224'"
+        in str(result.exception)
     )
     assert len(str(result.exception)) < 300
 

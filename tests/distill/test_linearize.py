@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from closeness import assert_close
 from sima_attn import assert_exp_free, linearize
 from sima_attn._settings import from_dict, to_dict, with_overrides
+from sima_attn.auditing.model import audit_named
 from sima_attn.cli import app
 from sima_attn.distill.networks import (
     Output,
@@ -68,6 +69,8 @@ def test_the_run_folder_is_the_student_and_nothing_else(done, teacher):
     assert not torch.equal(loaded.model(images), load_model(teacher).model(images))
     assert loaded.classes == load_model(teacher).classes
     assert_exp_free(loaded.model, input_size=(3, 8, 8))
+    assert audit_named(str(out)).is_exp_free
+    assert not audit_named(str(teacher)).is_exp_free
     assert "cosine of final tokens" in (out / "report.md").read_text()
     assert len((out / "blocks.csv").read_text().splitlines()) == 1 + len(result.blocks)
 

@@ -67,12 +67,17 @@ def audit(model: nn.Module | str | Path, input_size: InputSize | None = None) ->
 
 
 def audit_named(name: str, size: int | None = None) -> AuditReport:
-    """Audit of a timm model by its name, or of an .onnx file; `size` is the image side, by default its own."""
+    """Audit of a timm model by name, of a run folder or an .onnx file; `size` is the image side, by default its own."""
     if name.endswith(".onnx"):
         return audit(name, size)
     from sima_attn.models.building import check_name
 
-    check_name(name, "model or .onnx file")
+    if Path(name).exists():
+        from sima_attn.models.loading import load_model
+
+        loaded = load_model(name)
+        return replace(audit(loaded.model, size or loaded.preprocessing.size), name=name)
+    check_name(name, "model, run folder or .onnx file")
     model = _create_timm_model(name, size)
     config: dict[str, Any] = getattr(model, "pretrained_cfg", {})
     channels, *own = config.get("input_size", (3, 224, 224))

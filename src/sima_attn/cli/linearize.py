@@ -54,4 +54,4 @@ def linearize_command(
     print_table(block_table(done), title="relative error of each attention, given the teacher's input")
     console.print(f"[bold]{summary_of(done)}[/bold]")
     console.print(f"Run: {out} (weights.safetensors, report.md, blocks.csv, learning_curve.png)")
-    console.print(f"Next: sima audit {out} --fail-on-exp, sima export {out}")
+    console.print(f"Next: sima audit {out}, sima export {out}, sima eval {out} --data FOLDER")

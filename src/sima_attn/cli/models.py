@@ -33,7 +33,9 @@ def models_command(
 
 @app.command("audit")
 def audit_command(
-    model: Annotated[str, Argument(metavar="NAME_OR_FILE", help="A timm model name, or an .onnx file.")],
+    model: Annotated[
+        str, Argument(metavar="NAME_OR_FILE", help="A timm model name, a run's folder, or an .onnx file.")
+    ],
     size: Annotated[int | None, Option(help="Image side in pixels. Default: the model's own.", min=1)] = None,
     by_module: Annotated[bool, Option("--by-module", help="One line for each module that has exp-like calls.")] = False,
     fail_on_exp: Annotated[bool, Option("--fail-on-exp", help="Exit with 1 if a call is exp-like.")] = False,
