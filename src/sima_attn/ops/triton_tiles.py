@@ -167,7 +167,7 @@ def _forward_head_candidates(problem: Problem, wide: bool) -> list[Tile]:
     if not wide and not problem.fills_chip:
         if problem.parts > 1 and problem.tokens > 128:
             return [Tile(64, warps=4, stages=3, columns=64 // problem.parts), *small]
-        # All tokens in one tile give wrong results with Triton 3.6 where the values are narrower than the keys.
+        # Triton 3.6 gave wrong results with all tokens in one tile where the values were narrower than the keys.
         if problem.tokens <= 256 and problem.square:
             return [Tile(128 if problem.tokens <= 128 else 256, warps=4, stages=1, registers=168), *small]
         return [Tile(64, warps=4, stages=3), *small]

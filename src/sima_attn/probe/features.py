@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,9 +26,6 @@ from sima_attn.data.settings import Data
 from sima_attn.data.sources import Source, Subset
 from sima_attn.models.loading import load_model
 from sima_attn.probe.settings import Probe
-
-if TYPE_CHECKING:
-    pass
 
 BRANCHES = ("teacher", "student")
 FEW_IMAGES, MOST_WORKERS = 4096, 16  # starting worker processes takes longer than decoding this many images
