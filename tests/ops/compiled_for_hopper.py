@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sima_attn.ops import triton_launchers, triton_tiles
-from sima_attn.ops.triton_launch import backward, forward, projected_state, read_inputs
+from sima_attn.ops.triton_launch import backward, forward, read_inputs
 
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.uint8: "*u8"}
 HOPPER = triton_tiles.Chip(multiprocessors=132, shared_memory=232448)
@@ -78,8 +78,6 @@ def main() -> None:
             launcher = CompilingLauncher(found, f"{case} {way}")
             _, state = forward(launcher, inputs, order=order, keep=True)
             backward(launcher, inputs, do, state, order=order)
-            if way == "packed":
-                projected_state(launcher, inputs, torch.empty(96, 6 * D, dtype=dtype, device="meta"))
     assert triton_launchers.INTERPRETED is False
     json.dump(found, sys.stdout)
 

@@ -10,7 +10,7 @@ from torch._inductor.utils import run_and_get_code
 
 from closeness import assert_as_accurate, assert_close
 from sima_attn.nn import ATTENTIONS, create_attention
-from sima_attn.ops import api, sima_attention, sima_attention_qkv, sima_reference
+from sima_attn.ops import sima_attention, sima_attention_qkv, sima_reference
 from sima_attn.ops.reference import algorithm_1
 
 pytestmark = [
@@ -50,18 +50,6 @@ def test_compiled_and_under_autocast():
     with torch.autocast("cuda", torch.bfloat16):
         out = torch.compile(sima_attention, fullgraph=True)(q, k, v)
         assert_close(out, sima_attention(q, k, v), 1e-2)
-
-
-def test_compiled_inference_folds_the_projection_in_and_gives_the_same(monkeypatch):
-    torch._dynamo.reset()
-    monkeypatch.setattr(api, "PROJECTED_NUMBERS", 1)
-    module = create_attention("sima", 192, 3).cuda().eval()
-    x = torch.randn(2, 1024, 192, device="cuda")
-    with torch.inference_mode(), torch.autocast("cuda", torch.bfloat16):
-        out, code = run_and_get_code(torch.compile(module, fullgraph=True), x)
-        assert "project_state" in "".join(code)
-        assert "apply_forward" not in "".join(code)
-        assert_close(out, module(x), 2e-2)
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)
@@ -127,7 +115,7 @@ def test_image_sizes_of_one_class_share_a_compiled_program():
 @pytest.mark.parametrize("B", [1, 64])
 @pytest.mark.parametrize(("D", "Dv"), [(64, 16), (64, 32), (32, 64), (16, 64), (48, 32), (128, 32), (32, 128)])
 def test_values_of_another_width_than_the_keys(dtype, N, B, D, Dv):
-    """Triton 3.6 gives wrong results for some tiles of these shapes, which the table must not choose."""
+    """With ptxas of CUDA 12.8 some of these shapes gave wrong results (`WHOLE` in triton_launch.py)."""
     q, k = (torch.randn(B, 3, N, D, device="cuda").to(dtype) for _ in range(2))
     v = torch.randn(B, 3, N, Dv, device="cuda").to(dtype)
     truth = sima_attention(q.double(), k.double(), v.double(), backend="eager")

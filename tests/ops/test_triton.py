@@ -332,41 +332,6 @@ def test_opcheck(order):
     qkv = make(1, 20, 3, 2, 16).requires_grad_()
     mask = torch.ones(1, 20, dtype=torch.uint8, device=DEVICE)
     torch.library.opcheck(triton_op.attention, (qkv, None, None, mask, mask, None, 1.0, 1e-12, order, True))
-    torch.library.opcheck(triton_op.state_times_projection, (qkv.detach(), make(40, 32), 1.0, 1e-12))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("token_ref", [None, 40])
-@pytest.mark.parametrize("bias", [True, False])
-def test_the_projection_folded_in_is_the_projection_after_it(dtype, token_ref, bias):
-    qkv, proj = make(2, 150 * LARGER, 3, 3, 24, dtype=dtype), torch.nn.Linear(72, 40, bias=bias).to(DEVICE)
-    out = triton_op.sima_projected(qkv, proj.weight, proj.bias, token_ref=token_ref)
-    after = torch.nn.functional.linear(
-        sima_attention_qkv(qkv, token_ref=token_ref, backend="triton").flatten(2).to(dtype),
-        proj.weight.to(dtype),
-        None if proj.bias is None else proj.bias.to(dtype),
-    )
-    q, k, v = qkv.double().permute(2, 0, 3, 1, 4).unbind(0)
-    truth = sima_reference(q, k, v, token_ref=token_ref).transpose(1, 2).flatten(2)
-    truth = torch.nn.functional.linear(truth, proj.weight.double(), None if proj.bias is None else proj.bias.double())
-    assert out.dtype == dtype
-    assert error(out, truth) <= (BF16_FACTOR * error(after, truth) if dtype == torch.bfloat16 else 1e-5)
-
-
-def test_the_projection_is_folded_in_compiled_inference_alone(monkeypatch):
-    monkeypatch.setattr(api, "PROJECTED_NUMBERS", 1)
-    monkeypatch.setattr(api, "plan", lambda *a, **k: api.Plan("kv", "triton"))
-    qkv = make(1, 200, 3, 2, 16)
-
-    def compiled(tokens: int) -> bool:
-        torch._dynamo.reset()
-        return bool(torch.compile(lambda x: (x, api.folds_projection(x)), backend="eager")(qkv[:, :tokens])[1])
-
-    assert compiled(200) is False  # there may be a gradient
-    with torch.no_grad():
-        assert compiled(200) is True
-        assert compiled(100) is False
-        assert api.folds_projection(qkv) is False  # called from Python
 
 
 def test_compiles_without_a_graph_break(path):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sima_attn._errors import unknown_name
 from sima_attn.nn.leaf_module import LeafModule
-from sima_attn.ops.api import check_mask, check_options, folds_projection, plan, sima_attention, sima_attention_qkv
+from sima_attn.ops.api import check_mask, check_options, plan, sima_attention, sima_attention_qkv
 from sima_attn.ops.cost import AttentionShape, Cost, sima_cost
 from sima_attn.ops.eager import NORMS, compute_dtype, sima_eager, without_autocast
 from sima_attn.ops.reference import sima_matrix_reference
@@ -208,11 +208,6 @@ class SimAttention(Attention):
         self.refuse_pair_masks(attn_mask, is_causal)
         if self.can_stay_packed:
             qkv = self.project(x)  # [B, N, 3, H, D]
-            if token_mask is None and folds_projection(qkv, order=self.order) and self.projection_is_plain:
-                from sima_attn.ops.triton_op import sima_projected
-
-                x = sima_projected(qkv, self.proj.weight, self.proj.bias, token_ref=self.token_ref, eps=self.eps)
-                return self.proj_drop(x)  # [B, N, C]
             o = sima_attention_qkv(
                 qkv, token_mask=token_mask, order=self.order, token_ref=self.token_ref, eps=self.eps
             )  # [B, N, H, D]
@@ -227,12 +222,6 @@ class SimAttention(Attention):
         """True where q and k are not changed between the projection and the attention."""
         is_l1 = self.norm_over_tokens == "l1"
         return is_l1 and isinstance(self.q_norm, nn.Identity) and isinstance(self.k_norm, nn.Identity)
-
-    @property
-    def projection_is_plain(self) -> bool:
-        """True where `proj` is a plain Linear without norm or hooks, so that it can be folded into the attention."""
-        has_hooks = self.proj._forward_hooks or self.proj._forward_pre_hooks
-        return type(self.proj) is nn.Linear and isinstance(self.norm, nn.Identity) and not has_hooks
 
     def core(
         self,

@@ -26,9 +26,6 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # s = 1 / (|Q|_1 |K|_1) must stay finite in float32 when both norms are eps.
 SMALLEST_EPS = 1e-18
 LARGE = 2**31
-# The projection is folded into the attention from this many numbers in q, and this many tokens per channel of a head.
-# Below that, the products with the small matrices cost as much as they save.
-PROJECTED_NUMBERS, PROJECTED_TOKENS = 2**23, 8
 
 
 class Plan(NamedTuple):
@@ -205,24 +202,6 @@ def sima_attention_qkv(
         )
         return o.transpose(1, 2)
     return _triton_call(key, chosen.order, token_ref, eps)(qkv, query_mask=token_mask, key_mask=token_mask)
-
-
-def folds_projection(qkv: Tensor, *, order: str = "auto") -> bool:
-    """True where `sima_projected` should compute the attention and the projection after it together.
-
-    That is in compiled inference with many tokens on a CUDA device. Without a compiler, adding the bias is a pass of
-    its own, which costs as much as is saved; float16 does not represent values near 1 / N^2.
-    """
-    if not torch.compiler.is_compiling():
-        return False
-    B, N, _, H, D = qkv.shape
-    return (
-        not torch.is_grad_enabled()
-        and qkv.dtype != torch.float16
-        and B * N * H * D >= PROJECTED_NUMBERS
-        and N >= PROJECTED_TOKENS * D
-        and plan(*qkv.permute(2, 0, 3, 1, 4).unbind(0), order=order) == Plan("kv", "triton")
-    )
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -60,6 +60,17 @@ def raw_product(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def nearest_tf32(x):
+    """x in float32, rounded to the nearest tf32: tensor cores cut the last 13 bits off, which is twice the error."""
+    if x.dtype == tl.float16:
+        x = x.to(tl.float32)  # exact in tf32
+    else:
+        rounded = ((x.to(tl.uint32, bitcast=True) + 0x1000) & 0xFFFFE000).to(tl.float32, bitcast=True)
+        x = tl.where(x == x, rounded, x)  # the bits of a NaN may overflow
+    return x
+
+
+@triton.jit
 def product(a, b, PRECISION: tl.constexpr):
     """a @ b where one factor is a computed result, rounded to the type named by PRECISION.
 
@@ -67,6 +78,8 @@ def product(a, b, PRECISION: tl.constexpr):
     """
     if PRECISION == "bf16":
         out = dot(a.to(tl.bfloat16), b.to(tl.bfloat16), "tf32")
+    elif PRECISION == "tf32":
+        out = dot(nearest_tf32(a), nearest_tf32(b), "tf32")
     else:
         out = dot(a.to(tl.float32), b.to(tl.float32), PRECISION)
     return out
@@ -437,30 +450,6 @@ def finish_forward(
     kv = tl.reshape(add_shares(first, step, offsets, inside, splits, AT_ONCE), [ROWS, BLOCK_V])
     w = scaled_rows(kv, norm_q, norm_k, load_gain(gain, gains, head // H), eps)
     store_row(state, head, w, norm_q, norm_k, d, e, D, DV)
-
-
-@triton.jit(do_not_specialize=["gain", "eps", "splits"])
-def project_state(
-    shares, weight, out, gain, eps, heads, H, splits,
-    D: tl.constexpr, DV: tl.constexpr, C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_C: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """BLOCK_C columns of W P, where P [DV, C] are the rows of the projection for this head: (Q W) P = Q (W P).
-
-    `weight` is [C, H * DV], as in torch.nn.Linear; `out` is [B, H * D, C].
-    """
-    head = tl.program_id(0)
-    d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
-    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    kv, norm_q, norm_k = load_share(shares, head, d, e, D, DV)
-    for split in range(1, splits):
-        more, more_q, more_k = load_share(shares, split * heads + head, d, e, D, DV)
-        kv += more
-        norm_q += more_q
-        norm_k += more_k
-    w = scaled_rows(kv, norm_q, norm_k, gain, eps)
-    p = load_tile(weight + (head % H) * DV, c, c < C, H * DV, e, DV)  # [BLOCK_C, BLOCK_V]
-    store_tile(out + head.to(tl.int64) * D * C, product(w, tl.trans(p), PRECISION), d, D, C, c, C)
 
 
 @triton.jit(do_not_specialize=["N", "tiles", "gain", "eps"])

@@ -22,7 +22,6 @@ from sima_attn.ops.triton_tiles import Problem, Tile, cdiv, choose_tile, padded
 PRECISION = {torch.bfloat16: "bf16", torch.float16: "tf32", torch.float32: "tf32x3"}
 NARROW = 32  # so few channels multiply in full float32 without tensor cores, which is a little more accurate
 FINISH_ROWS = 4  # rows of the state that one program adds up, half as many where heads are few
-PROJECTED_COLUMNS = 64  # columns of the projected state per program
 
 
 class Inputs(NamedTuple):
@@ -112,7 +111,9 @@ def forward(launcher: Launcher, x: Inputs, *, order: str, keep: bool) -> tuple[T
         sizes.append(tiles.tiles_per_program(count, x.heads * parts, x.chip.multiprocessors))
         grid = (x.heads, cdiv(count, sizes[-1]), parts)
         own |= {"BLOCK_N": tile.rows, "BLOCK_V": columns, "SUM_ROWS": _sum_rows(x, tile)}
-        own |= {"STAGES": tile.stages, "WHOLE": x.tokens <= tile.rows}
+        # Where the two widths differ, ptxas of CUDA 12.8 (Triton 3.6) computes the address of W from a register that
+        # nothing has written, unless there is a loop: wrong results, or illegal accesses.
+        own |= {"STAGES": tile.stages, "WHOLE": x.tokens <= tile.rows and x.blocks[0] == x.blocks[1]}
     launcher.launch(
         kernel, grid,
         (x.q, x.k, x.v, o, state, x.query_mask, x.key_mask, x.gains),
@@ -120,23 +121,6 @@ def forward(launcher: Launcher, x: Inputs, *, order: str, keep: bool) -> tuple[T
         tile, KEEP=keep, **own,
     )  # fmt: skip
     return o, state
-
-
-def projected_state(launcher: Launcher, x: Inputs, weight: Tensor) -> Tensor:
-    """W P [B, H * D, C] per image, where P is the transposed weight [C, H * DV] of the projection after the attention.
-
-    For inference without masks: the output of the projection is Q (W P), and O is never written.
-    """
-    C = weight.shape[0]
-    splits, _ = _count_shares(x)
-    shares = _sum_shares(launcher, x, splits)
-    out = launcher.empty(x.B, x.H * x.D, C, dtype=x.q.dtype)
-    launcher.launch(
-        kernels.project_state, (x.heads, cdiv(C, PROJECTED_COLUMNS), 1), (shares, weight, out),
-        (x.gain, x.eps, x.heads, x.H, splits), Tile(PROJECTED_COLUMNS, warps=4),
-        C=C, BLOCK_C=PROJECTED_COLUMNS, **x.constants,
-    )  # fmt: skip
-    return out
 
 
 def _forward_split(launcher: Launcher, x: Inputs, o: Tensor, keep: bool) -> Tensor | None:
@@ -276,7 +260,6 @@ def _tile(kernel: Any, x: Inputs) -> Tile:
         multiprocessors=x.chip.multiprocessors,
         shared_memory=x.chip.shared_memory,
         converted=x.q.dtype == torch.float16,
-        square=block_d == block_v,
     )
     return choose_tile(kernel.fn.__name__, problem)
 

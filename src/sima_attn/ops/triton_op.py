@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sima_attn.ops.cpu_inference import needs_grad
-from sima_attn.ops.triton_launch import Options, backward, forward, projected_state, read_inputs, split_grads
+from sima_attn.ops.triton_launch import Options, backward, forward, read_inputs, split_grads
 from sima_attn.ops.triton_launchers import INTERPRETED, Recording, TracedLauncher
 from sima_attn.ops.triton_support import describe
 
@@ -148,14 +148,8 @@ def _run_attention_backward(
     return backward(TracedLauncher(q), x, do, state, order=order)
 
 
-def _run_projected_state(qkv: Tensor, weight: Tensor, gain: float, eps: float) -> Tensor:
-    """diag(s) K^T V of a packed [B, N, 3, H, D], times the projection weight [C, H * D]: [B, H * D, C]; no gradient."""
-    return projected_state(TracedLauncher(qkv), read_inputs((qkv,), None, None, None, gain, eps), weight)
-
-
 attention = _operator("sima_attn::attention", _run_attention)
 attention_backward = _operator("sima_attn::attention_backward", _run_attention_backward)
-state_times_projection = _operator("sima_attn::projected_state", _run_projected_state)
 
 
 def _save(ctx, inputs, output) -> None:
@@ -173,17 +167,3 @@ def _grad(ctx, grad, _unused):
 
 
 attention.register_autograd(_grad, setup_context=_save)
-
-
-def sima_projected(
-    qkv: Tensor, weight: Tensor, bias: Tensor | None, *, token_ref: float | None = None, eps: float = 1e-12
-) -> Tensor:
-    """Packed [B, N, 3, H, D] -> the attention times a projection weight [C, H * D], plus its bias: [B, N, C].
-
-    O W^T = Q (diag(s) K^T V W^T): the projection joins the D x D matrix of each head, and O is never written. Inference
-    only.
-    """
-    gain = 1.0 if token_ref is None else qkv.shape[1] / token_ref
-    matrices = state_times_projection(qkv, weight.to(qkv.dtype).contiguous(), gain, eps)  # [B, H * D, C]
-    out = torch.bmm(qkv[:, :, 0].flatten(2), matrices)  # [B, N, C]
-    return out if bias is None else out + bias.to(out.dtype)
