@@ -53,7 +53,6 @@ class Problem(NamedTuple):
     multiprocessors: int
     shared_memory: int  # bytes per program
     converted: bool = False  # factors of products are stored again in float32, as for float16 inputs
-    square: bool = True  # the two padded channel counts are equal
 
     @property
     def fills_chip(self) -> bool:
@@ -167,12 +166,11 @@ def _forward_head_candidates(problem: Problem, wide: bool) -> list[Tile]:
     if not wide and not problem.fills_chip:
         if problem.parts > 1 and problem.tokens > 128:
             return [Tile(64, warps=4, stages=3, columns=64 // problem.parts), *small]
-        # Triton 3.6 gave wrong results with all tokens in one tile where the values were narrower than the keys.
-        if problem.tokens <= 256 and problem.square:
+        if problem.tokens <= 256:
             return [Tile(128 if problem.tokens <= 128 else 256, warps=4, stages=1, registers=168), *small]
         return [Tile(64, warps=4, stages=3), *small]
     if problem.tokens <= 256:
-        narrow = [Tile(128, warps=4, registers=128)] if not wide and problem.square else []
+        narrow = [] if wide else [Tile(128, warps=4, registers=128)]
         return [*narrow, Tile(64, warps=4, stages=3, registers=128), *small]
     return [Tile(64, warps=4, stages=3, registers=168), *small]
 
