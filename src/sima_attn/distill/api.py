@@ -137,11 +137,12 @@ def _with_choices(recipe: LinearizeRecipe, keep: int | str, budget: float | None
     """The recipe with the number of kept attentions and the epochs of fine-tuning."""
     if keep != "auto" and not (type(keep) is int and keep >= 0):
         raise ValueError(f"keep must be a number of attentions from 0 on or 'auto', got {keep!r}")
-    if keep == "auto" and budget is None:
+    kept = None if keep == "auto" else int(keep)
+    if kept is None and budget is None:
         budget = DEFAULT_BUDGET
     return replace(
         recipe,
-        transfer=replace(recipe.transfer, keep=None if keep == "auto" else keep, budget=budget),
+        transfer=replace(recipe.transfer, keep=kept, budget=budget),
         schedule=replace(recipe.schedule, finetune_epochs=finetune),
         augment=replace(recipe.augment, smoothing=0.1 if finetune else 0.0),
     )

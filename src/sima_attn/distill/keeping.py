@@ -41,7 +41,7 @@ def rank_blocks(
         is_enough: Whether to stop with these.
     """
     ranked = [Kept("", measure([]))]
-    while len(ranked) <= most and not is_enough(ranked):
+    while len(ranked) <= min(most, len(errors)) and not is_enough(ranked):
         kept = [each.path for each in ranked[1:]]
         left = sorted(errors.keys() - set(kept), key=lambda path: (-errors[path], path))
         tried = [Kept(path, measure([*kept, path])) for path in left[:candidates]]

@@ -88,7 +88,7 @@ def trade_table(done: Linearized, speed: list[SpeedRow]) -> TextTable:
     sizes = sorted({row.pixels for row in times if row.model != STUDENT})
     header = ["kept", "attention", *(METRICS[name][0] for name in names), *(f"speedup at {px} px" for px in sizes)]
     lines = []
-    for K in sorted({K for K in (*SHOWN_KEPT, len(done.record.kept)) if K < len(ranking)}):
+    for K in sorted({K for K in (*SHOWN_KEPT, len(done.record.kept)) if len(ranking) > K}):
         found = [[row for row in times if (row.kept, row.pixels) == (K, px)] for px in sizes]
         cells = [f"{rows[0].speedup:.2f}" if rows else "" for rows in found]
         added = [each.path for each in ranking[1 : K + 1]]
@@ -186,17 +186,17 @@ def _speed(
     rows, notes = measure_speed(models, sizes, precision=recipe.run.precision, autocast=autocast)
     measured = [row.pixels for row in rows]
     order = [each.path for each in done.record.ranking[1:]]
-    counts = [K for K in SHOWN_KEPT if K <= len(order)] if order and measured else []
+    if not order or not measured:
+        return rows, notes
     others = {TEACHER: (teacher, 0)}
-    for K in counts:
+    for K in (K for K in SHOWN_KEPT if len(order) >= K):
         other = build_student(teacher, recipe.model, str(recipe.model.attention)).to(next(teacher.parameters()).device)
         keep_blocks(other, teacher, order[:K])
         others[f"{K} kept"] = (other.eval(), K)
-    if counts:
-        # The middle size: at the first one all are about as fast, and the last one takes long on a CPU.
-        one = sorted(set(measured))[: len(sizes) - 1][-1:]
-        trade, _ = measure_speed(others, one, precision=recipe.run.precision, autocast=autocast)
-        rows += [row for row in trade if row.model != TEACHER]
+    # The second size: at the first one all are about as fast, and the last one takes long on a CPU.
+    size = sorted(set(measured))[:2][-1]
+    trade, _ = measure_speed(others, [size], precision=recipe.run.precision, autocast=autocast)
+    rows += [row for row in trade if row.model != TEACHER]
     return rows, notes
 
 
@@ -206,9 +206,9 @@ def _draw(
 ) -> str:
     """Draw the features; the text for the page."""
     with autocast():
-        tokens = [run(model, photos).tokens for model in (teacher, done.model)]
+        theirs, ours = (run(model, photos).tokens for model in (teacher, done.model))
     try:
-        draw_features(path, photos, *tokens, data=recipe.data, attention=str(recipe.model.attention))
+        draw_features(path, photos, theirs, ours, recipe.data, str(recipe.model.attention))
     except ValueError as error:
         return f"There is no picture of the features: {error}"
     return f"![Photos, and the final tokens of teacher and student as colours]({path.name})"

@@ -260,7 +260,7 @@ class Linearization(Task):
             what, reached = relative_quality(ranking[-1].metrics)
             raise ValueError(
                 f"the budget of {transfer.budget} was not reached: with {len(ranking) - 1} of {len(self.paths)} "
-                f"attentions kept, the {what} is {reached:.4f}; choose a lower --budget, a fixed --keep, or more --steps"
+                f"attentions kept, the {what} is {reached:.4f}; choose a lower --budget, a fixed --keep or more --steps"
             )
         self.record.ranking = ranking
         if count:
