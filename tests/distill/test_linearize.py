@@ -30,7 +30,7 @@ from sima_attn.train.classify import train_classifier
 from sima_attn.train.recipes import digits
 from sima_attn.train.run import RunFolder
 
-SMALL = ["run.threads=1", "run.log_steps=1"]
+SMALL = ["run.threads=1", "run.log_steps=1", "report.speed=false"]
 
 
 @pytest.fixture(scope="module")
