@@ -3,6 +3,7 @@
 import csv
 import os
 import shutil
+from unittest import mock
 
 import pytest
 import timm
@@ -28,6 +29,7 @@ from sima_attn.distill.task import Linearization
 from sima_attn.models.loading import load_model
 from sima_attn.report.rows import read_rows
 from sima_attn.train.classify import train_classifier
+from sima_attn.train.logs import TensorBoard
 from sima_attn.train.recipes import digits
 
 DEPTH = 3
@@ -112,7 +114,10 @@ def test_a_mixed_run_resumes_with_the_same_bits(mixed, teacher, images, tmp_path
         settings = [*PLAIN, "report.photos=2", "run.checkpoint_steps=1"]
         with pytest.raises(StoppedError):
             linearized(teacher, images, tmp_path / "run", keep=1, finetune=1, overrides=settings)
-    again, whole = linearize(None, out=tmp_path / "run", resume=True, device="cpu", quiet=True), mixed[1]
+    again = linearize(
+        None, out=tmp_path / "run", resume=True, overrides=["report.speed=false"], device="cpu", quiet=True
+    )
+    whole = mixed[1]
     for name, tensor in whole.model.state_dict().items():
         assert torch.equal(again.model.state_dict()[name], tensor), name
     assert (again.metrics, again.blocks, again.record) == (whole.metrics, whole.blocks, whole.record)
@@ -133,6 +138,17 @@ def test_the_report_has_everything(mixed):
     assert Image.open(out / "features.png").size[0] > 3 * 200
     with open(out / "train.csv") as file:
         assert list(dict.fromkeys(row["stage"] for row in csv.DictReader(file))) == names[1:]
+
+
+def test_each_stage_has_its_own_charts():
+    board = TensorBoard.__new__(TensorBoard)
+    board.writer = mock.Mock()
+    board.add({"step": 3, "epoch": 1.0, "stage": "blocks", "loss": 0.5}, "train")
+    board.add({"step": 3, "epoch": 1.0, "loss": 0.5}, "train")
+    assert [call.args for call in board.writer.add_scalar.call_args_list] == [
+        ("train/blocks/loss", 0.5, 3),
+        ("train/loss", 0.5, 3),
+    ]
 
 
 def test_the_supervised_stage_keeps_the_more_accurate_weights(mixed):

@@ -334,9 +334,9 @@ class Linearization(Task):
         self.share = Share(self.share.piece)
         student = self.best.network.eval()
         metrics = self.measure(student, self._batches_of(self.val, self.broken_val))
-        teacher_features, features = self._pooled(self.teacher), self._pooled(student)
-        if len(features) > 2:
-            metrics["knn_agreement"] = knn_agreement(teacher_features, features)
+        theirs, ours = self._pooled_features(student)
+        if len(ours) > 2:  # with two images there is but one neighbour
+            metrics["knn_agreement"] = knn_agreement(theirs, ours)
         after, before = self.errors(student), self.record.errors_before
         blocks = [Block(path, before[path], after[path], path in self.record.kept) for path in self.paths]
         return Linearized(student, metrics, blocks, summary, self.record)
@@ -346,13 +346,14 @@ class Linearization(Task):
         return self._first_images(self.val, self.broken_val, count)
 
     @torch.no_grad()
-    def _pooled(self, model: nn.Module) -> Tensor:
-        """The mean of the final tokens of each held-out image [n, C]."""
-        means = []
+    def _pooled_features(self, student: nn.Module) -> tuple[Tensor, Tensor]:
+        """The mean of the final tokens of each held-out image [n, C], of the teacher and of the student."""
+        means: list[list[Tensor]] = [[], []]
         for batch in self._batches_of(self.val, self.broken_val):
             with self.fabric.autocast():
-                means.append(run(model, batch.images).tokens.float().mean(1))
-        return torch.cat(means)
+                for found, model in zip(means, (self.teacher, student), strict=True):
+                    found.append(run(model, batch.images).tokens.float().mean(1))
+        return torch.cat(means[0]), torch.cat(means[1])
 
     def _first_images(self, source: Source, broken: BrokenImages, count: int = MEASURED_IMAGES) -> Tensor:
         part = Subset(source, np.arange(min(count, len(source))))
