@@ -30,7 +30,7 @@ from sima_attn.train.classify import train_classifier
 from sima_attn.train.recipes import digits
 from sima_attn.train.run import RunFolder
 
-SMALL = ["run.threads=1", "run.log_steps=1"]
+SMALL = ["run.threads=1", "run.log_steps=1", "report.speed=false"]
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_a_model_of_timm_and_a_folder_of_images(tmp_path):
     assert not out.exists()
     del arguments["num_classes"]
     done = linearize(model, tmp_path, out, model_kwargs=arguments, overrides=settings, **options)
-    assert set(done.metrics) == {"cosine"}
+    assert set(done.metrics) == {"cosine", "knn_agreement"}
     assert all(p.requires_grad for p in model.parameters())  # the teacher was copied
     assert [block.path for block in done.blocks] == ["blocks.0.attn", "blocks.1.attn"]
     images = torch.randn(1, 3, 32, 32)

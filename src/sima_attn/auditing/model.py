@@ -179,7 +179,7 @@ class _ExpByModule(ExpCounter):
         self.by_module[self.running[-1], kind] += count
 
 
-class _LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):
     """`peak` is the most bytes alive at one time in tensors made under this mode."""
 
     def __init__(self, given: Iterable[Tensor]) -> None:
@@ -221,7 +221,7 @@ def _audit_module(model: nn.Module, input_size: InputSize) -> AuditReport:
             # Older torch has no FLOP formula for the fused CPU attention, so here it runs as plain products.
             with followed(model) as (running, ran), sdpa_kernel(SDPBackend.MATH), flops, _ExpByModule(running) as exps:
                 model(*inputs)
-            memory = _LiveBytes([*model.parameters(), *model.buffers(), *inputs])
+            memory = LiveBytes([*model.parameters(), *model.buffers(), *inputs])
             with memory:
                 model(*inputs)
     except Exception as error:

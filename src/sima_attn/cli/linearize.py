@@ -24,6 +24,11 @@ def linearize_command(
     size: Annotated[int | None, Option(help="Side of the images. Default: the teacher's.", min=1)] = None,
     steps: Annotated[int, Option(help="Training steps.", min=4)] = 1000,
     batch: Annotated[int, Option(help="Images per step.", min=1)] = 48,
+    keep: Annotated[str, Option(help="Attentions that stay softmax: a number, or auto for a budget.")] = "0",
+    budget: Annotated[
+        float | None, Option(help="For --keep auto: cosine, or accuracy relative to the teacher's. Default: 0.99.")
+    ] = None,
+    finetune: Annotated[int, Option(help="Epochs of supervised fine-tuning at the end.", min=0)] = 0,
     pretrained: Annotated[
         bool, Option("--pretrained", help="Download the weights that timm knows for the name.")
     ] = False,
@@ -46,6 +51,9 @@ def linearize_command(
         size=size,
         steps=steps,
         batch=batch,
+        keep=int(keep) if keep.isdecimal() else keep,
+        budget=budget,
+        finetune=finetune,
         pretrained=pretrained or None,
         overrides=settings,
         resume=resume,
@@ -53,5 +61,5 @@ def linearize_command(
     )
     print_table(block_table(done), title="relative error of each attention, given the teacher's input")
     console.print(f"[bold]{summary_of(done)}[/bold]")
-    console.print(f"Run: {out} (weights.safetensors, report.md, blocks.csv, learning_curve.png)")
+    console.print(f"Run: {out} (weights.safetensors, report.md, features.png, learning_curve.png, rows as CSV)")
     console.print(f"Next: sima audit {out}, sima export {out}, sima eval {out} --data FOLDER")

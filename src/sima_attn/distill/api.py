@@ -11,9 +11,9 @@ from torch import nn
 from sima_attn._settings import from_dict, with_overrides
 from sima_attn.data.settings import Augment, Data
 from sima_attn.distill.networks import classes_of, settings_of
-from sima_attn.distill.recipes import LinearizeRecipe, Stages, Transfer, epochs_for
-from sima_attn.distill.report import write_report
-from sima_attn.distill.task import Linearized, open_images, train_linearization
+from sima_attn.distill.recipes import DEFAULT_BUDGET, LinearizeRecipe, Stages, Transfer, epochs_for
+from sima_attn.distill.result import Linearized
+from sima_attn.distill.task import open_images, train_linearization
 from sima_attn.models.loading import LoadedModel, load_model
 from sima_attn.models.loading import classes_of as class_names_of
 from sima_attn.models.preprocessing import Preprocessing
@@ -34,6 +34,9 @@ def linearize(
     size: int | None = None,
     steps: int = DEFAULT_STEPS,
     batch: int = 48,
+    keep: int | str = 0,
+    budget: float | None = None,
+    finetune: int = 0,
     weights: str | Path | None = None,
     pretrained: bool | None = None,
     model_kwargs: Mapping[str, Any] | None = None,
@@ -57,6 +60,11 @@ def linearize(
         steps: Training steps: half of them block by block, a quarter for the attentions in the network, and a quarter
             for all weights.
         batch: Images per step; at most the number of images.
+        keep: Number of attentions that stay those of the teacher, chosen by measurement; "auto" finds the smallest one
+            that reaches the budget.
+        budget: For keep="auto": cosine of the final tokens or, with labels, accuracy relative to the teacher's, after
+            the first stage.
+        finetune: Epochs of supervised fine-tuning at the end, where the images have labels of the teacher's classes.
         weights, pretrained: For a name, see `load_model`.
         model_kwargs: For a model: the arguments of timm.create_model that it was created with, such as img_size.
         overrides: Further settings of the recipe, such as "optim.lr=1e-3".
@@ -64,13 +72,14 @@ def linearize(
     """
     if resume:
         recipe = with_overrides(RunFolder(Path(out)).read_recipe(LinearizeRecipe), overrides)
-        return _finish(train_linearization(recipe, out, resume=True, device=device, quiet=quiet), recipe, out)
+        return train_linearization(recipe, out, resume=True, device=device, quiet=quiet)
     if model is None or images is None:
         raise ValueError("a linearization needs a model and images; only resume=True takes them from the run")
     loaded = _teacher(model, weights, pretrained)
-    recipe = with_overrides(_recipe(loaded, str(images), attention, size, steps, batch, model_kwargs), overrides)
+    recipe = _recipe(loaded, str(images), attention, size, steps, batch, model_kwargs)
+    recipe = with_overrides(_with_choices(recipe, keep, budget, finetune), overrides)
     options: dict[str, Any] = {"teacher": loaded.model, "classes": _class_names(loaded)}
-    return _finish(train_linearization(recipe, out, device=device, quiet=quiet, **options), recipe, out)
+    return train_linearization(recipe, out, device=device, quiet=quiet, **options)
 
 
 def _teacher(model: nn.Module | str | Path, weights: str | Path | None, pretrained: bool | None) -> LoadedModel:
@@ -124,10 +133,20 @@ def _recipe(
     )
 
 
+def _with_choices(recipe: LinearizeRecipe, keep: int | str, budget: float | None, finetune: int) -> LinearizeRecipe:
+    """The recipe with the number of kept attentions and the epochs of fine-tuning."""
+    if keep != "auto" and not (type(keep) is int and keep >= 0):
+        raise ValueError(f"keep must be a number of attentions from 0 on or 'auto', got {keep!r}")
+    kept = None if keep == "auto" else int(keep)
+    if kept is None and budget is None:
+        budget = DEFAULT_BUDGET
+    return replace(
+        recipe,
+        transfer=replace(recipe.transfer, keep=kept, budget=budget),
+        schedule=replace(recipe.schedule, finetune_epochs=finetune),
+        augment=replace(recipe.augment, smoothing=0.1 if finetune else 0.0),
+    )
+
+
 def _class_names(loaded: LoadedModel) -> list[str]:
     return loaded.classes or [loaded.class_name(k) for k in range(classes_of(loaded.model))]
-
-
-def _finish(done: Linearized, recipe: LinearizeRecipe, out: str | Path) -> Linearized:
-    write_report(done, recipe, Path(out))
-    return done

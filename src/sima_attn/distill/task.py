@@ -1,17 +1,18 @@
 """Linearization as a task of the training loop: block by block, then the whole network.
 
 Stage 1 is teacher-forced: one forward pass of the teacher gives the input and output of all its attentions, and each
-new attention learns the output for that input, all of them in one step. Stage 2 matches the final tokens (and logits)
-of the network. The result are the weights with the best final tokens on held-out images.
+new attention learns the output for that input, all of them in one step. Then some attentions of the teacher may be put
+back. Stage 2 matches the final tokens (and logits) of the network. The result are the weights with the best final
+tokens on held-out images or, after a stage of fine-tuning with labels, with the best accuracy.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,7 +29,9 @@ from sima_attn.data.loader import (
     steps_per_epoch,
     training_batches,
 )
-from sima_attn.data.sources import ClassFolders, Source, Subset, open_data
+from sima_attn.data.sources import ClassFolders, Source, Subset, check_same_names, open_data
+from sima_attn.distill.features import knn_agreement
+from sima_attn.distill.keeping import Kept, Metrics, keep_blocks, kept_for_now, rank_blocks, relative_quality
 from sima_attn.distill.networks import (
     block_errors,
     build_student,
@@ -39,21 +42,26 @@ from sima_attn.distill.networks import (
     relative_error,
     run,
 )
-from sima_attn.distill.recipes import BLOCKS, NETWORK, LinearizeRecipe
+from sima_attn.distill.recipes import ATTENTIONS, BLOCKS, FINETUNE, LinearizeRecipe
+from sima_attn.distill.report import write_report
+from sima_attn.distill.result import Block, Linearized, Record
 from sima_attn.models.building import build_model, without_sources
 from sima_attn.nn.eval_mode import eval_mode
 from sima_attn.report.progress import RunProgress
 from sima_attn.train.checkpoint import load_newest
-from sima_attn.train.classify import output_at
-from sima_attn.train.engine import RunSummary, Task
+from sima_attn.train.classify import create_mixup, label_loss, mixed, output_at
+from sima_attn.train.engine import Task
 from sima_attn.train.run import RunFolder
 from sima_attn.train.start import train_task
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
+    from sima_attn.train.engine import RunSummary
+
 LEAST_IMAGES = 8
 MEASURED_IMAGES = 64  # for the errors of single blocks
+CHOICE_IMAGES = 256  # for the choice of the attentions to keep; they stay in memory meanwhile
 
 
 def open_images(path: str, held_out: float, seed: int) -> tuple[Source, Source]:
@@ -79,22 +87,24 @@ def open_images(path: str, held_out: float, seed: int) -> tuple[Source, Source]:
 
 
 class Best(nn.Module):
-    """The best student so far, its score on held-out images, and the errors [blocks] before the first step."""
+    """The best student so far, its score on held-out images, and its accuracy in percent (0 without labels)."""
 
     score: Tensor
-    errors_before: Tensor
+    top1: Tensor
 
-    def __init__(self, student: nn.Module, errors_before: list[float]) -> None:
+    def __init__(self, student: nn.Module) -> None:
         super().__init__()
         self.network = copy.deepcopy(student).requires_grad_(False)
-        self.register_buffer("score", torch.tensor(-torch.inf))
-        self.register_buffer("errors_before", torch.tensor(errors_before))
+        # As precise as the metrics: in float32 a student could seem better than its equal.
+        self.register_buffer("score", torch.tensor(-torch.inf, dtype=torch.float64))
+        self.register_buffer("top1", torch.tensor(0.0, dtype=torch.float64))
 
-    def offer(self, student: nn.Module, score: float) -> None:
-        """Keep the student if its score is higher."""
-        if score > float(self.score):
+    def offer(self, student: nn.Module, metrics: Metrics, score: str) -> None:
+        """Keep the student if its score, one of the metrics, is higher."""
+        if metrics[score] > float(self.score):
             self.network.load_state_dict(student.state_dict())
-            self.score.fill_(score)
+            self.score.fill_(metrics[score])
+            self.top1.fill_(metrics.get("top1", 0.0))
 
 
 class Linearization(Task):
@@ -103,29 +113,66 @@ class Linearization(Task):
     Args:
         teacher: The trained model. In a resumed run any weights will do: the checkpoint has them.
         classes: Names of its classes; empty without a classifier.
+        record: In a resumed run: what was measured before.
     """
 
+    calls_wrapper = False
+
     def __init__(
-        self, recipe: LinearizeRecipe, fabric: Fabric, progress: RunProgress, *, teacher: nn.Module, classes: list[str]
+        self,
+        recipe: LinearizeRecipe,
+        fabric: Fabric,
+        progress: RunProgress,
+        *,
+        teacher: nn.Module,
+        classes: list[str],
+        record: Record | None = None,
     ) -> None:
-        if fabric.world_size > 1:
-            raise ValueError("a linearization runs in one process; start it without torchrun")
-        self.recipe, self.fabric, self.classes = recipe, fabric, classes
+        self.recipe, self.fabric, self.progress, self.classes = recipe, fabric, progress, classes
         self.title = f"{recipe.model.name}: {recipe.model.attention} learns from its teacher"
         self.source, self.val = open_images(recipe.data.path, recipe.transfer.held_out, recipe.run.seed)
-        self.share = Share(recipe.run.batch, accumulate=recipe.run.accumulate)
+        self.share = Share(recipe.run.batch, fabric.global_rank, fabric.world_size, recipe.run.accumulate)
         self.steps_per_epoch = steps_per_epoch(self.source, self.share)
         self.broken = BrokenImages(self.source, progress.say)
         self.broken_val = BrokenImages(self.val, progress.say)
+        self.mixup = None
+        if recipe.schedule.finetune_epochs:
+            for source in (self.source, self.val):
+                _check_labels(source, classes)
+            self.mixup = create_mixup(recipe.augment, len(classes), self.share.piece)
         self.teacher = teacher.eval().requires_grad_(False).to(fabric.device)
         output_at(self.teacher, recipe.data.size, "choose a size that the teacher takes with --size")
         seed_everything(recipe.run.seed)
         self.model = build_student(teacher, recipe.model, str(recipe.model.attention)).to(fabric.device)
         self.paths = exchanged(self.teacher, self.model)
-        before = list(self.errors(self.model).values())
-        fit_gains(self.teacher, self.model, self.paths, self._first_images(self.source, self.broken))
-        self.best = Best(self.model, before).to(fabric.device)
-        self.others = [p for name, p in self.model.named_parameters() if not self._is_exchanged(name)]
+        self.check_keep()
+        # Collected now: the optimiser of a resumed run must have the parameters of attentions that are not kept, too.
+        new = [p for name, p in self.model.named_parameters() if _is_part_of(name, self.paths)]
+        self.groups = [new, [p for name, p in self.model.named_parameters() if not _is_part_of(name, self.paths)]]
+        self.completed = 0
+        if record is None:
+            record = Record(self.errors(self.model))
+            record.stages.append(("conversion", self.measure(self.model, self._batches_of(self.val, self.broken_val))))
+            fit_gains(self.teacher, self.model, self.paths, self._first_images(self.source, self.broken))
+        self.record = record
+        self.put_kept(record.kept)
+
+    def check_keep(self) -> None:
+        """Raise where nothing would be left to linearize."""
+        keep, blocks = self.recipe.transfer.keep, len(self.paths)
+        if keep is not None and keep >= blocks:
+            raise ValueError(
+                f"keep={keep} leaves no attention to linearize: {self.recipe.model.name} has {blocks} that can be "
+                f"exchanged, so keep at most {blocks - 1}"
+            )
+
+    def put_kept(self, paths: list[str]) -> None:
+        """Keep these attentions of the teacher, and begin anew to look for the best student."""
+        self.record.kept = paths
+        keep_blocks(self.model, self.teacher, paths)
+        learning = [path for path in self.paths if path not in paths]
+        self.others = [p for name, p in self.model.named_parameters() if not _is_part_of(name, learning)]
+        self.best = Best(self.model).to(self.fabric.device)
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
         """Augmented images."""
@@ -137,21 +184,33 @@ class Linearization(Task):
 
     def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """The new attentions, and all other weights."""
-        new = [p for name, p in self.model.named_parameters() if self._is_exchanged(name)]
-        return [{"params": new, "weight_decay": weight_decay}, {"params": self.others, "weight_decay": weight_decay}]
+        return [{"params": group, "weight_decay": weight_decay} for group in self.groups]
 
     def before_step(self, step: int, groups: list[dict[str, Any]]) -> None:
-        """Choose the stage; weights outside of the attentions learn in the last one only."""
-        self.stage = self.recipe.schedule.stage(step, self.steps_per_epoch)
+        """Choose the stage; weights outside of the new attentions learn in the last ones only."""
+        schedule = self.recipe.schedule
+        self.stage = schedule.stage(step, self.steps_per_epoch)
+        all_learn = self.stage not in (BLOCKS, ATTENTIONS)
         for parameter in self.others:
-            parameter.requires_grad_(self.stage == NETWORK)
-        if self.stage != NETWORK:
+            parameter.requires_grad_(all_learn)
+        if not all_learn:
             groups[1]["lr"] = 0.0
+        if step == schedule.first_step(FINETUNE, self.steps_per_epoch):
+            # From the best distilled weights, which stay the result unless fine-tuning improves the accuracy.
+            self.model.load_state_dict(self.best.network.state_dict())
+            self.best.score.copy_(self.best.top1)
+
+    def prepare(self, batch: Batch) -> Batch:
+        """In the stage of fine-tuning, mixed images and labels where the recipe has mixup or cutmix."""
+        return mixed(batch, self.mixup) if self.stage == FINETUNE else batch
 
     def loss(self, model: Callable[..., Any], batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Mean relative error of the new attentions, or the difference of the final outputs."""
+        """Mean relative error of the new attentions, difference of the final outputs, or the loss of the labels."""
         # The module itself, not its wrapper, which has no other method than forward.
         with self.fabric.autocast():
+            if self.stage == FINETUNE:
+                loss, _ = label_loss(run(self.model, batch.images).logits, batch.labels, self.recipe.augment.smoothing)
+                return loss, {}
             if self.stage != BLOCKS:
                 with torch.no_grad():
                     wanted = run(self.teacher, batch.images)
@@ -162,81 +221,180 @@ class Linearization(Task):
             errors = [relative_error(self.model.get_submodule(path)(x), y) for path, (x, y) in seen.items()]
         return torch.stack(errors).mean(), {}
 
-    @torch.no_grad()
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
+    def after_step(self, step: int) -> None:
+        """Choose the attentions to keep after the first stage."""
+        self.completed = step
+        if step == self.recipe.schedule.last_steps(self.steps_per_epoch)[0]:
+            self.choose_kept()
+        if step % self.recipe.run.log_steps == 0:
+            self.broken.gather()
+
+    def choose_kept(self) -> None:
+        """Rank the attentions by what keeping them gains, and keep as many as the recipe says."""
+        transfer, limit = self.recipe.transfer, len(self.paths) - 1
+        shown = min(self.recipe.report.trade, limit)
+        most = limit if transfer.keep is None else max(transfer.keep, shown)
+        if not most:
+            return
+        part = Subset(self.val, np.arange(min(CHOICE_IMAGES, len(self.val))))
+        batches = list(self._batches_of(part, self.broken_val))
+
+        def measure(paths: Sequence[str]) -> Metrics:
+            with kept_for_now(self.model, self.teacher, paths):
+                return self.measure(self.model, batches)
+
+        def reaches_budget(kept: Kept) -> bool:
+            return transfer.budget is not None and relative_quality(kept.metrics)[1] >= transfer.budget
+
+        ranking = rank_blocks(
+            self.errors(self.model),
+            measure,
+            most=most,
+            candidates=transfer.candidates,
+            is_enough=lambda ranked: len(ranked) > shown and any(map(reaches_budget, ranked)),
+        )
+        count = transfer.keep
+        if count is None:
+            count = next((K for K, kept in enumerate(ranking) if reaches_budget(kept)), None)
+        if count is None:
+            what, reached = relative_quality(ranking[-1].metrics)
+            raise ValueError(
+                f"the budget of {transfer.budget} was not reached: with {len(ranking) - 1} of {len(self.paths)} "
+                f"attentions kept, the {what} is {reached:.4f}; choose a lower --budget, a fixed --keep or more --steps"
+            )
+        self.record.ranking = ranking
+        if count:
+            self.put_kept([kept.path for kept in ranking[1 : count + 1]])
+            self.progress.say(f"kept attentions of the teacher: {', '.join(self.record.kept)}")
+
+    def needs_evaluation(self, step: int) -> bool:
+        """At the end of each stage."""
+        return step in self.recipe.schedule.last_steps(self.steps_per_epoch)
+
+    def evaluate(self, model: nn.Module) -> Metrics:
         """Cosine of the final tokens with the teacher's, agreement of the best class, and accuracy with labels."""
-        student = self.model.eval()
-        sums: dict[str, float] = {}
-        images = 0
-        for batch in self._batches_of(self.val, self.broken_val):
-            with self.fabric.autocast():
+        metrics = self.measure(self.model, self._batches_of(self.val, self.broken_val))
+        self.best.offer(self.model, metrics, score="top1" if self.stage == FINETUNE else "cosine")
+        if self.needs_evaluation(self.completed):
+            self.record.stages.append((self.stage, metrics))
+        return metrics
+
+    @torch.no_grad()
+    def measure(self, student: nn.Module, batches: Iterable[Batch]) -> Metrics:
+        """The metrics of a student over the batches of all processes."""
+        names = ["cosine"]
+        if self.classes:
+            names += ["agreement", "top1", "teacher_top1"] if self.val.classes == self.classes else ["agreement"]
+        totals = torch.zeros(len(names) + 1, dtype=torch.float64, device=self.fabric.device)
+        for batch in batches:
+            with self.fabric.autocast(), eval_mode(student):
                 wanted, found = run(self.teacher, batch.images), run(student, batch.images)
-            numbers = {"cosine": _cosine(found.tokens, wanted.tokens).mean(1)}
+            numbers = [_cosine(found.tokens, wanted.tokens).mean(1)]
             if self.classes:
                 best, same = wanted.logits.argmax(1), found.logits.argmax(1)
-                numbers["agreement"] = 100 * (same == best).float()
-                if self.val.classes == self.classes:
-                    numbers["top1"] = 100 * (same == batch.labels).float()
-                    numbers["teacher_top1"] = 100 * (best == batch.labels).float()
-            for name, values in numbers.items():
-                sums[name] = sums.get(name, 0.0) + float(values.sum())
-            images += len(batch.images)
+                numbers += [100.0 * hits for hits in (same == best, same == batch.labels, best == batch.labels)]
+            sums = [values.double().sum() for values in numbers[: len(names)]]
+            totals += torch.stack([*sums, totals.new_tensor(len(batch.images))])
+        self.broken_val.gather()
+        *sums, images = self._mean_over_processes(totals).tolist()
         if not images:
             raise ValueError(f"none of the {len(self.val)} held-out images can be read")
-        metrics = {name: value / images for name, value in sums.items()}
-        self.best.offer(student, metrics["cosine"])
-        return metrics
+        return {name: value / images for name, value in zip(names, sums, strict=True)}
 
     def errors(self, student: nn.Module) -> dict[str, float]:
         """Relative error of each new attention on the first held-out images, given the teacher's input."""
-        images = self._first_images(self.val, self.broken_val)
+        images = self.held_out_images(MEASURED_IMAGES)
         with self.fabric.autocast(), eval_mode(student):
-            return block_errors(self.teacher, student, self.paths, images)
+            errors = block_errors(self.teacher, student, self.paths, images)
+        # All processes measure the same images; the mean makes them agree in the last bit, too.
+        means = self._mean_over_processes(torch.tensor(list(errors.values()), device=self.fabric.device))
+        return dict(zip(errors, means.tolist(), strict=True))
 
     def state(self) -> dict[str, nn.Module]:
         """Teacher and best student."""
         return {"teacher": self.teacher, "best": self.best}
 
     def about(self, recipe: LinearizeRecipe) -> dict[str, Any]:
-        """Recipe, classes and number of training images."""
-        return {"task": "linearize", "recipe": to_dict(recipe), "classes": self.classes, "images": len(self.source)}
+        """Recipe, classes, number of training images, kept attentions, and what was measured."""
+        return {
+            "task": "linearize",
+            "recipe": to_dict(recipe),
+            "classes": self.classes,
+            "images": len(self.source),
+            "kept": dict.fromkeys(self.record.kept, recipe.transfer.teacher_attention),
+            "record": self.record.to_dict(),
+        }
 
     def result(self) -> nn.Module:
         """The best student on held-out images."""
         return self.best.network
 
-    def _first_images(self, source: Source, broken: BrokenImages) -> Tensor:
-        part = Subset(source, np.arange(min(MEASURED_IMAGES, len(source))))
-        return torch.cat([batch.images for batch in self._batches_of(part, broken)])
+    def finish(self, summary: RunSummary) -> Linearized:
+        """The result. The processes have parted: each one measures all held-out images."""
+        self.share = Share(self.share.piece)
+        student = self.best.network.eval()
+        metrics = self.measure(student, self._batches_of(self.val, self.broken_val))
+        theirs, ours = self._pooled_features(student)
+        if len(ours) > 2:  # with two images there is but one neighbour
+            metrics["knn_agreement"] = knn_agreement(theirs, ours)
+        after, before = self.errors(student), self.record.errors_before
+        blocks = [Block(path, before[path], after[path], path in self.record.kept) for path in self.paths]
+        return Linearized(student, metrics, blocks, summary, self.record)
 
-    def _batches_of(self, source: Source, broken: BrokenImages) -> Iterator[Batch]:
-        batch = min(self.share.piece, len(source))
-        return evaluation_batches(source, self.recipe.data, batch, device=self.fabric.device, broken=broken)
+    def held_out_images(self, count: int) -> Tensor:
+        """The first held-out images [count, 3, S, S], the same in all processes."""
+        return self._first_images(self.val, self.broken_val, count)
 
-    def _is_exchanged(self, name: str) -> bool:
-        return name.startswith(tuple(f"{path}." for path in self.paths))
+    @torch.no_grad()
+    def _pooled_features(self, student: nn.Module) -> tuple[Tensor, Tensor]:
+        """The mean of the final tokens of each held-out image [n, C], of the teacher and of the student."""
+        means: list[list[Tensor]] = [[], []]
+        for batch in self._batches_of(self.val, self.broken_val):
+            with self.fabric.autocast():
+                for found, model in zip(means, (self.teacher, student), strict=True):
+                    found.append(run(model, batch.images).tokens.float().mean(1))
+        return torch.cat(means[0]), torch.cat(means[1])
+
+    def _first_images(self, source: Source, broken: BrokenImages, count: int = MEASURED_IMAGES) -> Tensor:
+        part = Subset(source, np.arange(min(count, len(source))))
+        return torch.cat([batch.images for batch in self._batches_of(part, broken, rank=0, world=1)])
+
+    def _batches_of(
+        self, source: Source, broken: BrokenImages, rank: int | None = None, world: int | None = None
+    ) -> Iterator[Batch]:
+        share = self.share
+        return evaluation_batches(
+            source,
+            self.recipe.data,
+            min(share.piece, len(source)),
+            device=self.fabric.device,
+            broken=broken,
+            rank=share.rank if rank is None else rank,
+            world=share.world if world is None else world,
+        )
+
+    def _mean_over_processes(self, values: Tensor) -> Tensor:
+        if self.share.world == 1:
+            return values
+        return self.fabric.all_reduce(values, reduce_op="mean")  # type: ignore[return-value]
+
+
+def _check_labels(source: Source, classes: list[str]) -> None:
+    """Raise unless the images have labels of the teacher's classes."""
+    if not classes or not source.classes:
+        lacks = "the teacher has no classifier" if not classes else "the images have no labels"
+        raise ValueError(f"fine-tuning learns from labels, and {lacks}; omit --finetune")
+    check_same_names("the teacher", classes, "the images", source.classes)
+
+
+def _is_part_of(name: str, paths: list[str]) -> bool:
+    """Whether a parameter belongs to one of the modules at these paths."""
+    return name.startswith(tuple(f"{path}." for path in paths))
 
 
 def _cosine(found: Tensor, wanted: Tensor) -> Tensor:
     """Cosine of each token [B, N]."""
     return F.cosine_similarity(found.float(), wanted.float(), dim=2)
-
-
-class Block(NamedTuple):
-    """One attention: its path, and its relative error given the teacher's input, before and after."""
-
-    path: str
-    error_before: float
-    error_after: float
-
-
-class Linearized(NamedTuple):
-    """The student with the best final tokens, its metrics on held-out images, and the errors of its attentions."""
-
-    model: nn.Module
-    metrics: dict[str, float]
-    blocks: list[Block]
-    summary: RunSummary
 
 
 def train_linearization(
@@ -250,25 +408,26 @@ def train_linearization(
     quiet: bool = False,
 ) -> Linearized:
     """Teach by a recipe into a folder, or resume the run in it, which has the teacher in its checkpoints."""
+    record = None
     if teacher is None:
         saved = load_newest(RunFolder(Path(out)).checkpoints)
         if saved is None:
             raise ValueError(f"there is no run to resume in {out}; start one without --resume")
-        classes = saved["about"]["classes"]
+        about = saved["about"]
+        classes, record = about["classes"], Record.from_dict(about["record"])
         settings = replace(recipe.model, attention=recipe.transfer.teacher_attention)
         teacher = build_model(without_sources(settings), len(classes))  # the loop loads its weights
     task: Linearization | None = None
 
     def build(recipe: LinearizeRecipe, fabric: Fabric, progress: RunProgress) -> Linearization:
         nonlocal task
-        task = Linearization(recipe, fabric, progress, teacher=teacher, classes=classes or [])
+        task = Linearization(recipe, fabric, progress, teacher=teacher, classes=classes or [], record=record)
         return task
 
     summary = train_task(recipe, out, build=build, command="linearize", resume=resume, device=device, quiet=quiet)
     assert task is not None
-    student = task.best.network.eval()
-    after = task.errors(student)
-    before = dict(zip(task.paths, task.best.errors_before.tolist(), strict=True))
-    blocks = [Block(path, before[path], after[path]) for path in task.paths]
-    task.model.load_state_dict(student.state_dict())
-    return Linearized(student, task.evaluate(task.model), blocks, summary)
+    done = task.finish(summary)
+    if task.fabric.is_global_zero:
+        photos = task.held_out_images(recipe.report.photos) if recipe.report.photos else None
+        write_report(done, recipe, Path(out), teacher=task.teacher, photos=photos, autocast=task.fabric.autocast)
+    return done

@@ -59,6 +59,19 @@ def build_model(settings: ModelSettings, num_classes: int) -> nn.Module:
     return model
 
 
+def build_mixed_model(settings: ModelSettings, num_classes: int, kept: Mapping[str, str | None]) -> nn.Module:
+    """The model of a recipe, in which some attentions are others: `kept` maps their paths to names, None for timm's."""
+    model = build_model(settings, num_classes)
+    for attention in dict.fromkeys(kept.values()):
+        other = build_model(replace(settings, attention=attention), num_classes)
+        for path in (path for path, name in kept.items() if name == attention):
+            known = [dict(each.named_modules()).get(path) for each in (model, other)]
+            if not path or None in known:
+                raise ValueError(f"{settings.name} has no attention {path!r} to keep")
+            model.set_submodule(path, other.get_submodule(path))
+    return model
+
+
 def create_model(settings: ModelSettings, num_classes: int) -> nn.Module:
     """The model as timm creates it; models of other packages still have their own attention."""
     if settings.num_classes not in (None, num_classes):

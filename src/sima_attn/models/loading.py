@@ -12,7 +12,7 @@ from torch import nn
 
 from sima_attn._settings import check_value, from_dict
 from sima_attn.models.building import (
-    build_model,
+    build_mixed_model,
     check_arguments,
     check_name,
     check_size,
@@ -158,10 +158,11 @@ def _from_run(path: Path, branch: str | None, features: bool) -> LoadedModel:
         check_value(settings, ModelSettings, "model")
         check_arguments(settings)
         preprocessing = Preprocessing.from_recipe(recipe.get("data", {}))
+        kept = _kept_attentions(about)
     except ValueError as error:
         raise ValueError(f"the recipe in {file} cannot be used: {error}") from error
     check_size(partial(create_model, settings, len(classes)), weights, file)
-    model: Any = build_model(settings, len(classes))
+    model: Any = build_mixed_model(settings, len(classes), kept)
     if is_dino:
         set_token_refs(model, preprocessing.size, recipe.get("distill", {}))
     check_fits(weights, model.state_dict(), f"the weights in {file} do not fit the model of its recipe")
@@ -170,6 +171,14 @@ def _from_run(path: Path, branch: str | None, features: bool) -> LoadedModel:
     own = {**preprocessing.to_timm(), "label_names": classes, "label_descriptions": {}}
     model.pretrained_cfg = {**model.pretrained_cfg, **own}
     return LoadedModel(path.name, model, preprocessing, None if is_dino else classes, about=about)
+
+
+def _kept_attentions(about: Mapping[str, Any]) -> dict[str, str | None]:
+    """Path -> attention of those that a linearization has kept, from the metadata of a file."""
+    kept = about.get("kept", {})
+    if not isinstance(kept, dict) or not all(isinstance(name, str | None) for name in kept.values()):
+        raise ValueError(f"`kept` must map attentions to their names, got {str(kept)[:200]}")
+    return kept
 
 
 def class_names_in(about: Mapping[str, Any], where: Path) -> list[str]:

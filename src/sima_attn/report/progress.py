@@ -54,18 +54,19 @@ class RunProgress:
         """Start the bar of the training steps."""
         self.task = self.bar.add_task("training", completed=done, total=total, facts="")
 
-    def step(self, done: int, epoch: float, loss: float, images_per_second: float) -> None:
-        """Update the bar."""
+    def step(self, done: int, epoch: float, loss: float, images_per_second: float, stage: str = "") -> None:
+        """Update the bar; `stage` is shown in a run of several."""
         facts = f"loss {loss:.3f}, {images_per_second:,.0f} images/s"
-        self.bar.update(self.task, completed=done, description=f"epoch {epoch:.1f}", facts=facts)
+        place = f"{stage}, epoch {epoch:.1f}" if stage else f"epoch {epoch:.1f}"
+        self.bar.update(self.task, completed=done, description=place, facts=facts)
 
     def show_stopping(self) -> None:
         """Show in the bar that a signal was received; safe in a signal handler, since nothing is printed."""
         if self.task is not None:
             self.bar.update(self.task, description="stopping after this step (press again to stop at once)")
 
-    def evaluated(self, epoch: float, metrics: Mapping[str, float]) -> None:
-        """Print the metrics of an evaluation."""
+    def evaluated(self, epoch: float, metrics: Mapping[str, float], stage: str = "") -> None:
+        """Print the metrics of an evaluation; `stage` is shown in a run of several."""
         numbers = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items() if name != "images")
         if numbers:
-            self.say(f"epoch {epoch:g}: {numbers}")
+            self.say(f"{f'{stage}, ' if stage else ''}epoch {epoch:g}: {numbers}")

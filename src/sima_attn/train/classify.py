@@ -27,6 +27,7 @@ from sima_attn.data.loader import (
     steps_per_epoch,
     training_batches,
 )
+from sima_attn.data.settings import Augment
 from sima_attn.data.sources import check_same_classes, open_data
 from sima_attn.models.building import build_model
 from sima_attn.report.progress import RunProgress
@@ -68,7 +69,7 @@ class Classification(Task):
         self.model = build_model(recipe.model, len(self.classes))
         hint = f"change data.size, or set model.kwargs.img_size={recipe.data.size} if the model has it"
         output_at(self.model, recipe.data.size, hint)
-        self.mixup = _mixup(recipe, len(self.classes), self.share.piece)
+        self.mixup = create_mixup(recipe.augment, len(self.classes), self.share.piece)
         self.broken, self.broken_val = BrokenImages(self.source, progress.say), BrokenImages(self.val, progress.say)
         self.cache = self.val_cache = None
         if recipe.data.cache:
@@ -100,19 +101,12 @@ class Classification(Task):
             images = normalise(images, self.recipe.data)
             if self.recipe.augment.erasing:
                 images = erase(images, self.recipe.augment.erasing)
-        if self.mixup is None:
-            return Batch(images, labels)
-        # timm mixes in place, and a step may be made again to find what went wrong in it.
-        return Batch(*self.mixup(images.clone(), labels))
+        return mixed(Batch(images, labels), self.mixup)
 
     def loss(self, model: Callable[..., Any], batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Cross entropy against labels, smoothed or mixed."""
         images, labels = batch
-        logits = model(images).float()  # [B, K]
-        if self.mixup is not None:
-            return F.cross_entropy(logits, labels), {}
-        loss = F.cross_entropy(logits, labels, label_smoothing=self.recipe.augment.smoothing)
-        return loss, {"top1": 100 * (logits.argmax(1) == labels).float().mean()}
+        return label_loss(model(images), labels, self.recipe.augment.smoothing)
 
     def about(self, recipe: Recipe) -> dict[str, Any]:
         """Recipe, classes and number of training images."""
@@ -167,8 +161,8 @@ def top_five(
         yield labels, best, F.cross_entropy(logits, labels, reduction="sum")
 
 
-def _mixup(recipe: Recipe, num_classes: int, piece: int) -> Mixup | None:
-    augment = recipe.augment
+def create_mixup(augment: Augment, num_classes: int, piece: int) -> Mixup | None:
+    """timm's mixup and cutmix for batches of `piece` images; None where both are off."""
     if not augment.mixup and not augment.cutmix:
         return None
     if piece % 2:
@@ -183,6 +177,21 @@ def _mixup(recipe: Recipe, num_classes: int, piece: int) -> Mixup | None:
         label_smoothing=augment.smoothing,
         num_classes=num_classes,
     )
+
+
+def mixed(batch: Batch, mixup: Mixup | None) -> Batch:
+    """The batch with mixed images and soft labels [B, K]; the batch itself without mixup."""
+    # timm mixes in place, and a step may be made again to find what went wrong in it.
+    return batch if mixup is None else Batch(*mixup(batch.images.clone(), batch.labels))
+
+
+def label_loss(logits: Tensor, labels: Tensor, smoothing: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """Cross entropy of logits [B, K] against labels [B], smoothed, or mixed ones [B, K]; and top1 for plain labels."""
+    logits = logits.float()
+    if labels.dim() == 2:  # smoothed by the mixup
+        return F.cross_entropy(logits, labels), {}
+    loss = F.cross_entropy(logits, labels, label_smoothing=smoothing)
+    return loss, {"top1": 100 * (logits.argmax(1) == labels).float().mean()}
 
 
 def train_classifier(

@@ -17,11 +17,12 @@ def plot_learning_curve(folder: Path, path: Path, title: str) -> None:
                 [float(r["epoch"]) for r in train], [float(r["loss"]) for r in train], color="grey", label="train"
             )
         epochs = [float(r["epoch"]) for r in evaluated]
-        for name in evaluated[0] if evaluated else ():
+        metrics = [name for name in evaluated[0] if name not in ("step", "epoch", "stage")] if evaluated else []
+        for name in metrics:
             values = [float(r[name]) for r in evaluated]
             if name == "loss":
                 left.plot(epochs, values, color="crimson", label="val")
-            elif name not in ("step", "epoch") and name.removeprefix("ema_") not in ("loss", "images"):
+            elif name.removeprefix("ema_") not in ("loss", "images"):
                 style = "--" if name.startswith("ema_") else "-"
                 right.plot(epochs, values, style, label=f"{name}: final {values[-1]:.2f}")
         left.set_ylabel("loss")

@@ -50,12 +50,17 @@ class Task(ABC):
         title: Title of the learning curve.
         recordable: Whether the loss supports CUDA graphs (run.cuda_graph): everything that changes between steps is in
             the prepared batch, a sequence of tensors of fixed shapes, or in tensors that `before_step` fills.
+        calls_wrapper: Whether `loss` calls the wrapped module, which averages the gradients of several processes. If it
+            calls parts of `model` instead, the loop averages them.
+        stage: Name of the current stage for logs and progress bar, set by `before_step`; empty in a run of one stage.
     """
 
     model: nn.Module
     steps_per_epoch: int
     title: str = ""
     recordable: ClassVar[bool] = False
+    calls_wrapper: ClassVar[bool] = True
+    stage: str = ""
 
     @abstractmethod
     def batches(self, start: int, stop: int) -> Iterator[Any]:
@@ -90,12 +95,16 @@ class Task(ABC):
     def after_step(self, step: int) -> None:  # noqa: B027
         """Called after each optimiser step with the number of completed steps, e.g. to update a teacher."""
 
+    def needs_evaluation(self, step: int) -> bool:
+        """Whether to evaluate after this many steps, beside run.eval_epochs, e.g. at the end of a stage."""
+        return False
+
     def state(self) -> dict[str, nn.Module]:
         """Further modules to save in checkpoints, by name: a teacher, a centre."""
         return {}
 
     def about(self, recipe: Any) -> dict[str, Any]:
-        """Plain values to save with checkpoints and weights: the recipe, the class names, the number of images."""
+        """Plain values to save with each checkpoint and the weights: the recipe, the classes, the number of images."""
         return {"recipe": to_dict(recipe)}
 
     def result(self) -> nn.Module:
@@ -205,20 +214,10 @@ class TrainingLoop:
 
     Args:
         recipe: A frozen dataclass with the groups `optim`, `schedule` and `run`.
-        about: Plain values saved in every checkpoint: the recipe, the class names, the number of images.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        recipe: Any,
-        folder: RunFolder,
-        fabric: Fabric,
-        progress: RunProgress,
-        about: dict[str, Any],
-    ) -> None:
-        self.task, self.folder, self.fabric, self.progress, self.about = task, folder, fabric, progress, about
-        self.recipe = recipe
+    def __init__(self, task: Task, recipe: Any, folder: RunFolder, fabric: Fabric, progress: RunProgress) -> None:
+        self.task, self.recipe, self.folder, self.fabric, self.progress = task, recipe, folder, fabric, progress
         self.optim: Optim = recipe.optim
         self.schedule: Schedule | StepSchedule = recipe.schedule
         self.run: Run = recipe.run
@@ -267,17 +266,17 @@ class TrainingLoop:
             "precision": self.fabric._precision.state_dict(),  # the loss scale of fp16
             "sums": self.sums,
             "metrics": self.metrics,
-            "about": self.about,
+            "about": self.task.about(self.recipe),
         }
 
     def load(self, state: dict[str, Any]) -> None:
         """Load a checkpoint; raise if its recipe or data differ from those of this run."""
-        about = state["about"]
+        about, ours = state["about"], self.task.about(self.recipe)
         saved = from_dict(type(self.recipe), about["recipe"] if "recipe" in about else about["detector"])
         refuse_changes(f"the checkpoint in {self.folder.checkpoints}", saved, self.recipe)
         for name in ("classes", "category_ids", "images"):
-            if name in about and about[name] != self.about[name]:
-                before, now = about[name], self.about[name]
+            if name in about and about[name] != ours[name]:
+                before, now = about[name], ours[name]
                 change = f"{len(before)} to {len(now)}" if isinstance(before, list) else f"{before} to {now}"
                 raise ValueError(
                     f"the data are not those of the run in {self.folder.path}: their {name} have changed ({change}); "
@@ -339,7 +338,7 @@ class TrainingLoop:
         while self.step < self.total:
             self.one_step(batches)
             every = self.run.eval_epochs * self.task.steps_per_epoch
-            if self.step % every == 0 or self.step == self.total:
+            if self.step % every == 0 or self.step == self.total or self.task.needs_evaluation(self.step):
                 self.evaluate()
             stop = self.stop_signal()
             self.save_if_due(stop is not None)
@@ -366,6 +365,8 @@ class TrainingLoop:
                 numbers = self.make_pass(self.task.prepare(batch))
             for name, value in numbers.items():
                 sums[name] = sums.get(name, 0) + value.detach().float() / parts
+        if self.fabric.world_size > 1 and not self.task.calls_wrapper:
+            self.average_gradients()
         norm = self.fabric.clip_gradients(
             self.model, self.optimizer, max_norm=self.optim.clip or math.inf, error_if_nonfinite=False
         )
@@ -390,6 +391,13 @@ class TrainingLoop:
         loss, numbers = self.task.loss(self.model, batch)
         self.fabric.backward(loss / self.run.accumulate)
         return {"loss": loss, **numbers}
+
+    def average_gradients(self) -> None:
+        """Average the gradients of all processes, in which the same parameters have one."""
+        gradients = [p.grad for p in self.task.model.parameters() if p.grad is not None]
+        flat: Any = self.fabric.all_reduce(torch.cat([g.flatten() for g in gradients]), reduce_op="mean")
+        for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(mean.view_as(gradient))
 
     def seed(self, part: int) -> None:
         """Seed the random numbers of a pass by the step, the accumulation part and the process."""
@@ -419,17 +427,25 @@ class TrainingLoop:
         rate = (self.step - self.timed_from) * self.run.batch / max(now - self.logged_at, 1e-9)
         epoch = self.step / self.task.steps_per_epoch
         row = {
-            "step": self.step,
-            "epoch": round(epoch, 4),
+            **self.position(),
             **{name: total / steps for name, total in self.sums.items()},
             "lr": self.optimizer.param_groups[0]["lr"],
             "images_per_second": round(rate, 1),
         }
-        if self.fabric.is_global_zero:
-            self.logs["train"].add(row)
-            self.board.add(row, "train")  # type: ignore[union-attr]
-        self.progress.step(self.step, epoch, row["loss"], rate)
+        self.write_log("train", row)
+        self.progress.step(self.step, epoch, row["loss"], rate, self.task.stage)
         self.sums, self.logged_at, self.timed_from = {}, now, self.step
+
+    def position(self) -> dict[str, Any]:
+        """The first columns of a row of the logs."""
+        stage = {"stage": self.task.stage} if self.task.stage else {}
+        return {"step": self.step, "epoch": round(self.step / self.task.steps_per_epoch, 4), **stage}
+
+    def write_log(self, name: str, row: dict[str, Any]) -> None:
+        """Add a row to a log and to TensorBoard, in the first process only."""
+        if self.fabric.is_global_zero:
+            self.logs[name].add(row)
+            self.board.add(row, name)  # type: ignore[union-attr]
 
     def share_statistics(self) -> None:
         """Copy the running statistics of the first process, which are saved, to the others."""
@@ -451,12 +467,8 @@ class TrainingLoop:
                 metrics |= {f"ema_{name}": value for name, value in self.task.evaluate(self.ema.module).items()}
         self.model.train()
         self.metrics = metrics
-        epoch = self.step / self.task.steps_per_epoch
-        row = {"step": self.step, "epoch": round(epoch, 4), **metrics}
-        if self.fabric.is_global_zero:
-            self.logs["eval"].add(row)
-            self.board.add(row, "eval")  # type: ignore[union-attr]
-        self.progress.evaluated(epoch, metrics)
+        self.write_log("eval", {**self.position(), **metrics})
+        self.progress.evaluated(self.step / self.task.steps_per_epoch, metrics, self.task.stage)
         self.logged_at += time.monotonic() - before  # throughput is measured without evaluation
 
     def save_if_due(self, stopping: bool) -> None:

@@ -58,11 +58,15 @@ class TensorBoard:
             self.writer = SummaryWriter(str(folder), purge_step=start + 1 if start else None)
 
     def add(self, row: Mapping[str, Any], group: str) -> None:
-        """Log the values of a row as `group/name`."""
+        """Log the values of a row as `group/name`, or as `group/stage/name` in a run of several stages.
+
+        Losses of different stages are not comparable, so each stage has its own charts.
+        """
         if self.writer is not None:
+            place = f"{group}/{row['stage']}" if "stage" in row else group
             for name, value in row.items():
-                if name not in ("step", "epoch"):
-                    self.writer.add_scalar(f"{group}/{name}", value, row["step"])
+                if name not in ("step", "epoch", "stage"):
+                    self.writer.add_scalar(f"{place}/{name}", value, row["step"])
 
     def close(self) -> None:
         """Flush and close."""

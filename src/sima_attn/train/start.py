@@ -78,13 +78,12 @@ def train_task(
                 folder.write_recipe(recipe)  # data.path may have changed
             fabric.barrier()
 
-        facts = task.about(recipe)
-        loop = TrainingLoop(task, recipe, folder, fabric, progress, facts)
+        loop = TrainingLoop(task, recipe, folder, fabric, progress)
         summary = loop.train(resume=resume, on_ready=begin)
         if first:
             tensors = {name: t.detach().cpu().contiguous() for name, t in task.result().state_dict().items()}
             with atomic_write(folder.weights) as temporary:
-                save_file(tensors, temporary, metadata={"about": json.dumps(facts)})
+                save_file(tensors, temporary, metadata={"about": json.dumps(task.about(recipe))})
             if plots:
                 plot_learning_curve(folder.path, folder.curve, task.title)
         _end_together(fabric)
