@@ -83,7 +83,7 @@ def recorded(model: nn.Module, paths: list[str]) -> Iterator[dict[str, tuple[Ten
     found: dict[str, tuple[Tensor, Tensor]] = {}
 
     def hook(path: str):
-        return lambda module, inputs, output: found.update({path: (inputs[0].detach(), output.detach())})
+        return lambda module, inputs, output: found.update({path: (inputs[0], output)})
 
     with ExitStack() as hooks:
         for path in paths:

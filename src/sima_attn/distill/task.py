@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sima_attn._settings import to_dict
+from sima_attn.data.cache import Cache, augmented, decode
 from sima_attn.data.loader import (
     Batch,
     BrokenImages,
@@ -117,6 +118,10 @@ class Linearization(Task):
         self.steps_per_epoch = steps_per_epoch(self.source, self.share)
         self.broken = BrokenImages(self.source, progress.say)
         self.broken_val = BrokenImages(self.val, progress.say)
+        self.caches: dict[Source, Cache] = {}
+        if recipe.data.cache:
+            for split, source in (("train", self.source), ("val", self.val)):
+                self.caches[source] = decode(source, split, recipe.data, fabric.device, progress)
         self.teacher = teacher.eval().requires_grad_(False).to(fabric.device)
         output_at(self.teacher, recipe.data.size, "choose a size that the teacher takes with --size")
         seed_everything(recipe.run.seed)
@@ -128,12 +133,19 @@ class Linearization(Task):
         self.others = [p for name, p in self.model.named_parameters() if not self._is_exchanged(name)]
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
-        """Augmented images."""
+        """Augmented images, or bytes from the cache."""
         recipe, seed = self.recipe, self.recipe.run.seed
         source, share, device = self.source, self.share, self.fabric.device
+        if recipe.data.cache:
+            repeats = recipe.augment.repeats
+            return self.caches[source].batches(share, seed, start=start, stop=stop, repeats=repeats)
         return training_batches(
             source, share, recipe.data, recipe.augment, seed, start=start, stop=stop, device=device, broken=self.broken
         )
+
+    def prepare(self, batch: Batch) -> Batch:
+        """Images from the cache augmented."""
+        return augmented(batch, self.recipe.data, self.recipe.augment)
 
     def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """The new attentions, and all other weights."""
@@ -153,10 +165,15 @@ class Linearization(Task):
         # The module itself, not its wrapper, which has no other method than forward.
         with self.fabric.autocast():
             if self.stage != BLOCKS:
-                with torch.no_grad():
+                transfer = self.recipe.transfer
+                watched = self.paths if transfer.attentions else []
+                with torch.no_grad(), recorded(self.teacher, watched) as theirs:
                     wanted = run(self.teacher, batch.images)
-                found = run(self.model, batch.images)
-                return output_loss(found, wanted, self.recipe.transfer.logits), {}
+                with recorded(self.model, watched) as ours:
+                    found = run(self.model, batch.images)
+                loss = output_loss(found, wanted, transfer.logits)
+                errors = [relative_error(ours[path][1], theirs[path][1]) for path in watched]
+                return (loss + transfer.attentions * torch.stack(errors).mean() if errors else loss), {}
             with torch.no_grad(), recorded(self.teacher, self.paths) as seen:
                 run(self.teacher, batch.images)
             errors = [relative_error(self.model.get_submodule(path)(x), y) for path, (x, y) in seen.items()]
@@ -206,11 +223,14 @@ class Linearization(Task):
         return self.best.network
 
     def _first_images(self, source: Source, broken: BrokenImages) -> Tensor:
-        part = Subset(source, np.arange(min(MEASURED_IMAGES, len(source))))
-        return torch.cat([batch.images for batch in self._batches_of(part, broken)])
+        part = np.arange(min(MEASURED_IMAGES, len(source)))
+        return torch.cat([batch.images for batch in self._batches_of(source, broken, part)])
 
-    def _batches_of(self, source: Source, broken: BrokenImages) -> Iterator[Batch]:
+    def _batches_of(self, source: Source, broken: BrokenImages, part: np.ndarray | None = None) -> Iterator[Batch]:
         batch = min(self.share.piece, len(source))
+        if source in self.caches:
+            return self.caches[source].evaluation_batches(batch, among=part)
+        source = source if part is None else Subset(source, part)
         return evaluation_batches(source, self.recipe.data, batch, device=self.fabric.device, broken=broken)
 
     def _is_exchanged(self, name: str) -> bool:
