@@ -16,16 +16,21 @@ from sima_attn.auditing.model import audit_named
 from sima_attn.cli import app
 from sima_attn.distill.networks import (
     Output,
+    block_errors,
     build_student,
     exchanged,
     fit_gains,
+    fold_gains,
     output_loss,
+    recorded,
     relative_error,
+    run,
     settings_of,
 )
 from sima_attn.distill.recipes import ATTENTIONS, BLOCKS, NETWORK, LinearizeRecipe, Stages
 from sima_attn.distill.task import Linearization, open_images
 from sima_attn.models.loading import load_model
+from sima_attn.nn.registry import create_attention
 from sima_attn.train.classify import train_classifier
 from sima_attn.train.recipes import digits
 from sima_attn.train.run import RunFolder
@@ -185,6 +190,46 @@ def test_gains_are_fitted_to_the_teacher():
         attention.local.weight.copy_(wanted.blocks[0].attn.local.weight)
     fit_gains(wanted, student, ["blocks.0.attn"], torch.randn(4, 3, 32, 32))
     assert_close(attention.gain.detach(), target, 1e-3)
+
+
+@pytest.mark.parametrize("attention", ["sima", "relu2"])
+def test_gains_are_folded_into_an_attention_without_the_parameter(attention):
+    """The error is that of explicit gains by least squares, so it is not larger than before, and no weight is new."""
+    torch.manual_seed(0)
+    teacher = timm.create_model("vit_tiny_patch16_224", depth=2, img_size=48, num_classes=0).eval()
+    settings = settings_of(teacher, {"depth": 2, "img_size": 48})
+    student = build_student(teacher, settings, attention).eval()
+    paths, images, names = exchanged(teacher, student), torch.randn(4, 3, 48, 48), list(student.state_dict())
+    before = block_errors(teacher, student, paths, images)
+    explicit = {}
+    with recorded(teacher, paths) as seen:
+        run(teacher, images)
+    for path, (x, y) in seen.items():
+        module = student.get_submodule(path)
+        with torch.no_grad():
+            heads = module.core(*module.split(x)).double()  # [B, H, N, D]
+            columns = module.proj.weight.double().unflatten(1, (3, -1))  # [C, H, D]
+            parts = torch.einsum("bhnd,chd->hbnc", heads, columns).flatten(1)
+            target = (y - module.proj.bias).double().flatten()
+            gains = torch.linalg.lstsq(parts.mT, target[:, None]).solution[:, 0]
+            explicit[path] = ((gains @ parts - target).square().sum() / y.double().square().sum()).item()
+    fit_gains(teacher, student, paths, images)
+    after = block_errors(teacher, student, paths, images)
+    assert after == pytest.approx(explicit, rel=1e-3)
+    assert all(after[path] <= before[path] for path in paths)
+    assert list(student.state_dict()) == names
+
+
+def test_folded_gains_scale_the_heads():
+    torch.manual_seed(0)
+    x, gains = torch.randn(2, 9, 12), torch.tensor([3.0, -0.5, 0.0])
+    for options in ({}, {"qkv_bias": False}, {"scale_norm": True, "norm_layer": torch.nn.LayerNorm}):
+        module = create_attention("sima", 12, 3, **options)
+        with torch.no_grad():
+            heads = module.norm(module.core(*module.split(x)).transpose(1, 2).flatten(2)).unflatten(2, (3, 4))
+            expected = module.proj((heads * gains[:, None]).flatten(2))
+            fold_gains(module, gains)
+            assert_close(module(x), expected, 1e-5)
 
 
 def test_held_out_images_are_not_learned_from(tmp_path):

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sima_attn.data.augment import augment_batch, erase
 from sima_attn.data.loader import (
     Batch,
     BrokenImages,
@@ -22,7 +23,7 @@ from sima_attn.data.loader import (
     evaluation_transform,
     pieces_in_order,
 )
-from sima_attn.data.settings import Data
+from sima_attn.data.settings import Augment, Data
 from sima_attn.data.sources import Source
 
 if TYPE_CHECKING:
@@ -86,6 +87,15 @@ def decode(source: Source, split: str, data: Data, device: torch.device, progres
     """The images of a split on the device; progress and broken images are shown."""
     broken, counter = BrokenImages(source, progress.say), progress.counter(f"decoding {split}")
     return Cache(source, data, device, broken=broken, on_step=counter)
+
+
+def augmented(batch: Batch, data: Data, augment: Augment) -> Batch:
+    """A batch of bytes from the cache augmented and normalised; a batch from the workers is that already."""
+    images, labels = batch
+    if images.dtype != torch.uint8:
+        return batch
+    images = normalise(augment_batch(images.float() / 255, augment), data)
+    return Batch(erase(images, augment.erasing) if augment.erasing else images, labels)
 
 
 def _next_good(good: np.ndarray) -> np.ndarray:

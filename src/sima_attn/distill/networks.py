@@ -83,7 +83,7 @@ def recorded(model: nn.Module, paths: list[str]) -> Iterator[dict[str, tuple[Ten
     found: dict[str, tuple[Tensor, Tensor]] = {}
 
     def hook(path: str):
-        return lambda module, inputs, output: found.update({path: (inputs[0].detach(), output.detach())})
+        return lambda module, inputs, output: found.update({path: (inputs[0], output)})
 
     with ExitStack() as hooks:
         for path in paths:
@@ -124,22 +124,50 @@ def block_errors(teacher: nn.Module, student: nn.Module, paths: list[str], image
 
 @torch.no_grad()
 def fit_gains(teacher: nn.Module, student: nn.Module, paths: list[str], images: Tensor) -> None:
-    """Set the `gain` per head of each new attention that has one, by least squares against the teacher's output.
+    """Scale the heads of each new attention by least squares against the teacher's output.
 
     The output is linear in the gains. Without this the attention of a trained model may begin a hundred times too
-    large: its queries and keys have means that SimA was not trained with.
+    large: its queries and keys have means that SimA was not trained with. Or too small: plain SimA divides by the
+    number of tokens. An attention without the parameter `gain` gets its gains folded into its weights.
     """
     with recorded(teacher, paths) as found:
         run(teacher, images)
     for path, (x, y) in found.items():
         attention: Any = student.get_submodule(path)
-        if not isinstance(gain := getattr(attention, "gain", None), nn.Parameter):
-            continue
-        outputs = []
-        for gains in (torch.zeros_like(gain), *torch.eye(len(gain), device=gain.device, dtype=gain.dtype)):
-            gain.copy_(gains)
+        weight, gain = attention.proj.weight, getattr(attention, "gain", None)
+        heads, columns = attention.num_heads, weight.clone()
+        outputs = []  # of no head, and of each head alone
+        for gains in (weight.new_zeros(heads), *torch.eye(heads, device=weight.device, dtype=weight.dtype)):
+            if isinstance(gain, nn.Parameter):
+                gain.copy_(gains)
+            else:
+                weight.copy_(columns * per_column(gains, columns))
             outputs.append(attention(x).double().flatten())
-        rest, heads = outputs[0], torch.stack(outputs[1:]) - outputs[0]  # [H, B * N * C]
-        products = heads @ heads.mT  # [H, H]
-        ridge = 1e-6 * products.diagonal().mean() * torch.eye(len(gain), device=gain.device, dtype=products.dtype)
-        gain.copy_(torch.linalg.solve(products + ridge, heads @ (y.double().flatten() - rest)))
+        rest, alone = outputs[0], torch.stack(outputs[1:]) - outputs[0]  # [H, B * N * C]
+        products = alone @ alone.mT  # [H, H]
+        ridge = 1e-6 * products.diagonal().mean() * torch.eye(heads, device=weight.device, dtype=products.dtype)
+        gains = torch.linalg.solve(products + ridge, alone @ (y.double().flatten() - rest)).to(weight.dtype)
+        if isinstance(gain, nn.Parameter):
+            gain.copy_(gains)
+        else:
+            weight.copy_(columns)
+            fold_gains(attention, gains)
+
+
+def fold_gains(attention: Any, gains: Tensor) -> None:
+    """Multiply the output of each head by its gain [H], in the weights of v and of `proj`.
+
+    Each of the two gets the square root: Adam hardly changes large weights, and the gains of plain SimA are about the
+    number of tokens. Where a norm is between v and `proj`, the gain is in `proj` alone.
+    """
+    weight, qkv = attention.proj.weight, attention.qkv
+    roots = gains.abs().sqrt().clamp_min(1e-6) if isinstance(attention.norm, nn.Identity) else torch.ones_like(gains)
+    weight.mul_(per_column(gains / roots, weight))
+    for of_v in (qkv.weight, qkv.bias):  # the last rows are those of v
+        if of_v is not None:
+            of_v[-weight.shape[1] :].movedim(0, -1).mul_(per_column(roots, weight))
+
+
+def per_column(gains: Tensor, weight: Tensor) -> Tensor:
+    """Gains per head [H] -> gains per column of the output projection [C]."""
+    return gains.repeat_interleave(weight.shape[1] // len(gains))

@@ -90,6 +90,8 @@ class Transfer:
         teacher_attention: Attention of the teacher, as in `model.attention`.
         held_out: Part of the images to measure on and not to train on, where the data have no val images.
         logits: Weight of the Kullback-Leibler divergence of the logits, for teachers with a classifier.
+        attentions: Weight of the mean relative error of the outputs of the new attentions, in the stages that match the
+            final output. The student runs as a whole there, so that each attention learns to correct those before it.
         keep: Number of attentions that stay those of the teacher, chosen after the first stage; None finds the smallest
             number that reaches the budget.
         budget: For keep=None: cosine of the final tokens or, with labels, accuracy relative to the teacher's.
@@ -99,6 +101,7 @@ class Transfer:
     teacher_attention: str | None = None
     held_out: Annotated[float, between(0.01, 0.5)] = 0.1
     logits: NonNegativeFloat = 1.0
+    attentions: NonNegativeFloat = 1.0
     keep: NonNegativeInt | None = 0
     budget: Share | None = None
     candidates: PositiveInt = 4
@@ -154,6 +157,8 @@ class LinearizeRecipe:
                     f"the student learns from outputs, not from labels: {setting} must be 0 without a stage of "
                     f"fine-tuning, got {value}"
                 )
+        if self.data.cache and self.augment.randaugment is not None:
+            raise ValueError("RandAugment needs single images: set data.cache=false or augment.randaugment=none")
         if self.run.ema is not None:
             raise ValueError("the best weights on held-out images are kept: run.ema must be none")
 

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sima_attn._settings import to_dict
+from sima_attn.data.cache import Cache, augmented, decode
 from sima_attn.data.loader import (
     Batch,
     BrokenImages,
@@ -140,6 +141,10 @@ class Linearization(Task):
             for source in (self.source, self.val):
                 _check_labels(source, classes)
             self.mixup = create_mixup(recipe.augment, len(classes), self.share.piece)
+        self.caches: dict[Source, Cache] = {}
+        if recipe.data.cache:
+            for split, source in (("train", self.source), ("val", self.val)):
+                self.caches[source] = decode(source, split, recipe.data, fabric.device, progress)
         self.teacher = teacher.eval().requires_grad_(False).to(fabric.device)
         output_at(self.teacher, recipe.data.size, "choose a size that the teacher takes with --size")
         seed_everything(recipe.run.seed)
@@ -175,9 +180,12 @@ class Linearization(Task):
         self.best = Best(self.model).to(self.fabric.device)
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
-        """Augmented images."""
+        """Augmented images, or bytes from the cache."""
         recipe, seed = self.recipe, self.recipe.run.seed
         source, share, device = self.source, self.share, self.fabric.device
+        if recipe.data.cache:
+            repeats = recipe.augment.repeats
+            return self.caches[source].batches(share, seed, start=start, stop=stop, repeats=repeats)
         return training_batches(
             source, share, recipe.data, recipe.augment, seed, start=start, stop=stop, device=device, broken=self.broken
         )
@@ -201,7 +209,8 @@ class Linearization(Task):
             self.best.score.copy_(self.best.top1)
 
     def prepare(self, batch: Batch) -> Batch:
-        """In the stage of fine-tuning, mixed images and labels where the recipe has mixup or cutmix."""
+        """Images from the cache augmented; in the stage of fine-tuning mixed where the recipe has mixup or cutmix."""
+        batch = augmented(batch, self.recipe.data, self.recipe.augment)
         return mixed(batch, self.mixup) if self.stage == FINETUNE else batch
 
     def loss(self, model: Callable[..., Any], batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -212,10 +221,15 @@ class Linearization(Task):
                 loss, _ = label_loss(run(self.model, batch.images).logits, batch.labels, self.recipe.augment.smoothing)
                 return loss, {}
             if self.stage != BLOCKS:
-                with torch.no_grad():
+                transfer = self.recipe.transfer
+                watched = self.paths if transfer.attentions else []
+                with torch.no_grad(), recorded(self.teacher, watched) as theirs:
                     wanted = run(self.teacher, batch.images)
-                found = run(self.model, batch.images)
-                return output_loss(found, wanted, self.recipe.transfer.logits), {}
+                with recorded(self.model, watched) as ours:
+                    found = run(self.model, batch.images)
+                loss = output_loss(found, wanted, transfer.logits)
+                errors = [relative_error(ours[path][1], theirs[path][1]) for path in watched]
+                return (loss + transfer.attentions * torch.stack(errors).mean() if errors else loss), {}
             with torch.no_grad(), recorded(self.teacher, self.paths) as seen:
                 run(self.teacher, batch.images)
             errors = [relative_error(self.model.get_submodule(path)(x), y) for path, (x, y) in seen.items()]
@@ -236,8 +250,7 @@ class Linearization(Task):
         most = limit if transfer.keep is None else max(transfer.keep, shown)
         if not most:
             return
-        part = Subset(self.val, np.arange(min(CHOICE_IMAGES, len(self.val))))
-        batches = list(self._batches_of(part, self.broken_val))
+        batches = list(self._batches_of(self.val, self.broken_val, CHOICE_IMAGES))
 
         def measure(paths: Sequence[str]) -> Metrics:
             with kept_for_now(self.model, self.teacher, paths):
@@ -356,21 +369,26 @@ class Linearization(Task):
         return torch.cat(means[0]), torch.cat(means[1])
 
     def _first_images(self, source: Source, broken: BrokenImages, count: int = MEASURED_IMAGES) -> Tensor:
-        part = Subset(source, np.arange(min(count, len(source))))
-        return torch.cat([batch.images for batch in self._batches_of(part, broken, rank=0, world=1)])
+        """The first images of a source, all of them in each process."""
+        batches = self._batches_of(source, broken, count, Share(self.share.piece))
+        return torch.cat([batch.images for batch in batches])
 
     def _batches_of(
-        self, source: Source, broken: BrokenImages, rank: int | None = None, world: int | None = None
+        self, source: Source, broken: BrokenImages, count: int | None = None, share: Share | None = None
     ) -> Iterator[Batch]:
-        share = self.share
+        """The first `count` images of a source, by default all, as they are; each process has its share."""
+        share = share or self.share
+        batch, first = min(share.piece, len(source)), np.arange(len(source))[:count]
+        if source in self.caches:
+            return self.caches[source].evaluation_batches(batch, share.rank, share.world, among=first)
         return evaluation_batches(
-            source,
+            source if len(first) == len(source) else Subset(source, first),
             self.recipe.data,
-            min(share.piece, len(source)),
+            batch,
             device=self.fabric.device,
             broken=broken,
-            rank=share.rank if rank is None else rank,
-            world=share.world if world is None else world,
+            rank=share.rank,
+            world=share.world,
         )
 
     def _mean_over_processes(self, values: Tensor) -> Tensor:

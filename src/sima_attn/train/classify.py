@@ -16,8 +16,7 @@ from timm.data import Mixup
 from torch import Tensor, nn
 
 from sima_attn._settings import to_dict
-from sima_attn.data.augment import augment_batch, erase
-from sima_attn.data.cache import decode, normalise
+from sima_attn.data.cache import augmented, decode
 from sima_attn.data.loader import (
     Batch,
     BrokenImages,
@@ -95,13 +94,7 @@ class Classification(Task):
 
     def prepare(self, batch: Batch) -> Batch:
         """Images augmented and mixed, where that was not done by the workers; with mixtures the labels are [B, K]."""
-        images, labels = batch
-        if images.dtype == torch.uint8:  # from the cache
-            images = augment_batch(images.float() / 255, self.recipe.augment)
-            images = normalise(images, self.recipe.data)
-            if self.recipe.augment.erasing:
-                images = erase(images, self.recipe.augment.erasing)
-        return mixed(Batch(images, labels), self.mixup)
+        return mixed(augmented(batch, self.recipe.data, self.recipe.augment), self.mixup)
 
     def loss(self, model: Callable[..., Any], batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Cross entropy against labels, smoothed or mixed."""

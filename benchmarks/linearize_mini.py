@@ -1,0 +1,281 @@
+"""Linearization in miniature: students of the softmax ViT on 64-pixel images, with and without labels.
+
+    python benchmarks/linearize_mini.py --data PATH --only teacher          # a GPU, 3 minutes
+    python benchmarks/linearize_mini.py --data PATH --only relu2            # and each other student, in any order
+    python benchmarks/linearize_mini.py --data PATH --rows linearize_mini.csv
+
+The teacher is the softmax ViT of the grid (`sima reproduce miniature`) at its best recipe: ReLU, learning rate 1e-3, 60
+epochs. A student sees 6 epochs' worth of images, and so does SimA from scratch, the line to beat. With labels, the last
+two of the six are supervised fine-tuning. Each step is a run in --folder of its own; finished steps are skipped,
+interrupted ones start again. Students can run side by side on one GPU.
+"""
+
+import argparse
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from sima_attn import linearize
+from sima_attn._devices import resolve_device
+from sima_attn._settings import from_dict, with_overrides
+from sima_attn.data.loader import BrokenImages, evaluation_batches
+from sima_attn.data.settings import Data
+from sima_attn.data.sources import open_data
+from sima_attn.distill.networks import run as outputs_of
+from sima_attn.models.loading import load_model
+from sima_attn.models.settings import ModelSettings
+from sima_attn.report.rows import provenance_columns, write_rows
+from sima_attn.report.tables import TextTable
+from sima_attn.reproduce.miniature import RUNS, MiniatureRun, miniature_recipe
+from sima_attn.train.classify import train_classifier
+from sima_attn.train.recipes import Recipe
+
+TEACHER = "teacher"
+TEACHER_RUN = next(run for run in RUNS if run.name == "softmax_relu")
+SCRATCH_RUN = MiniatureRun("sima_relu_scratch", "SimA, ReLU, from scratch", options={"relu": True})
+EPOCHS = 6  # of a student, all stages together
+LABELLED_EPOCHS = 2  # of them, with labels
+BATCH = 128
+TEACHER_SETTINGS = ("run.cuda_graph=true", "run.eval_epochs=20", "run.checkpoint_minutes=60")
+# The images as the teacher was trained with them, without mixtures.
+STUDENT_SETTINGS = (
+    "data.cache=true",
+    "data.workers=0",
+    "augment.crop=padded",
+    "augment.padding=8",
+    "augment.flip=0.5",
+    "run.precision=bf16",
+    "run.checkpoint_minutes=60",
+    "schedule.attention_lr=0.5",
+    "schedule.network_lr=0.25",
+)
+# A low rate: the student starts from a trained network.
+FINETUNE_SETTINGS = ("optim.lr=2e-4", "run.batch=256", "run.compile=false", "run.checkpoint_minutes=60")
+
+
+@dataclass(frozen=True)
+class Student:
+    """One line of the table.
+
+    Attributes:
+        target: Largest loss of top-1 against the teacher, in points; 0 where there is no target.
+    """
+
+    name: str
+    attention: str
+    labels: bool = False
+    target: float = 0.0
+
+
+STUDENTS = (
+    Student("sima", "sima", target=2.5),
+    Student("sima_local", "sima_local", target=1.0),
+    Student("relu2", "relu2", target=0.5),
+    Student("sima_labels", "sima", labels=True, target=2.5),
+    Student("sima_local_labels", "sima_local", labels=True, target=1.0),
+    Student("relu2_labels", "relu2", labels=True, target=0.5),
+    Student("sima_scratch", "sima", labels=True),
+)
+
+
+@dataclass(frozen=True)
+class MiniRow:
+    """A student, its accuracy in percent and that of its teacher; `cosine` is that of the final tokens."""
+
+    name: str
+    attention: str
+    labels: bool
+    epochs: int
+    top1: float
+    teacher_top1: float
+    difference: float
+    target: float
+    cosine: float
+    train_images: int
+    seconds: float
+    settings: str
+    device: str
+    torch: str
+    date: str
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Data, folder and settings of a benchmark.
+
+    Attributes:
+        epochs: Of the teacher.
+        settings: Changes to all recipes, as for `--set`.
+        teacher_settings, student_settings: The same for the teacher, and for the students.
+    """
+
+    data: str
+    folder: Path
+    device: str
+    epochs: int = TEACHER_RUN.epochs
+    settings: Sequence[str] = ()
+    teacher_settings: Sequence[str] = ()
+    student_settings: Sequence[str] = ()
+
+    def run(self, name: str) -> None:
+        """One step, unless it is finished."""
+        place = self.folder / name
+        done = place / "row.json"
+        if done.exists():
+            print(f"{name}: finished before")
+            return
+        shutil.rmtree(place, ignore_errors=True)
+        if name == TEACHER:
+            top1 = self.train(TEACHER_RUN, place / "run", self.epochs, self.teacher_settings)
+            place.joinpath("row.json").write_text(json.dumps({"top1": top1}))
+            print(f"teacher: top-1 {top1:.2f}")
+            return
+        row = self.measure(next(student for student in STUDENTS if student.name == name), place)
+        done.write_text(json.dumps(asdict(row)))
+        print(mini_table([row]).markdown())
+
+    def train(
+        self,
+        run: MiniatureRun,
+        place: Path,
+        epochs: int,
+        settings: Sequence[str],
+        change: Callable[[Recipe], Recipe] = lambda recipe: recipe,
+    ) -> float:
+        """Top-1 of a classifier trained by the recipe of the grid."""
+        recipe = miniature_recipe(replace(run, epochs=epochs), self.data, on_gpu=self.device == "cuda")
+        recipe = with_overrides(change(recipe), [*settings, *self.settings])
+        return train_classifier(recipe, place, device=self.device).metrics["top1"]
+
+    def measure(self, student: Student, place: Path) -> MiniRow:
+        """Teach a student, or train it from scratch, and compare it with the teacher."""
+        teacher = self.folder / TEACHER / "run"
+        if not (self.folder / TEACHER / "row.json").exists():
+            raise ValueError(f"there is no teacher in {teacher}; run --only {TEACHER} first")
+        start, last, changes = time.monotonic(), place / "linearized", list(self.student_settings)
+        if student.name == "sima_scratch":
+            last = place / "run"
+            self.train(SCRATCH_RUN, last, EPOCHS, ())
+        else:
+            epochs = EPOCHS - LABELLED_EPOCHS if student.labels else EPOCHS
+            changes = [*schedule_of(epochs), *STUDENT_SETTINGS, *self.settings, *changes]
+            options: dict[str, Any] = {"attention": student.attention, "batch": BATCH, "device": self.device}
+            linearize(teacher, self.data, last, overrides=changes, **options)
+            if student.labels:
+                linearized, last = last, place / "finetuned"
+                self.train(TEACHER_RUN, last, LABELLED_EPOCHS, FINETUNE_SETTINGS, partial(from_weights, linearized))
+        seconds = time.monotonic() - start
+        top1, teacher_top1, cosine = compare(load_model(last), load_model(teacher), self.data, self.device)
+        return MiniRow(
+            name=student.name,
+            attention=student.attention,
+            labels=student.labels,
+            epochs=EPOCHS,
+            top1=round(top1, 2),
+            teacher_top1=round(teacher_top1, 2),
+            difference=round(top1 - teacher_top1, 2),
+            target=-student.target,
+            cosine=round(cosine, 4),
+            train_images=len(open_data(self.data, "train")),
+            seconds=round(seconds, 1),
+            settings=" ".join(changes),
+            **provenance_columns(self.device),
+        )
+
+    def rows(self) -> list[MiniRow]:
+        """The rows of all finished students, in the order of the table."""
+        files = [self.folder / student.name / "row.json" for student in STUDENTS]
+        return [MiniRow(**json.loads(file.read_text())) for file in files if file.exists()]
+
+
+def from_weights(folder: Path, recipe: Recipe) -> Recipe:
+    """The recipe with the model in the folder of a run, starting from its weights."""
+    model = from_dict(ModelSettings, load_model(folder).about["recipe"]["model"])
+    kwargs = {**model.kwargs, "checkpoint_path": str(folder / "weights.safetensors")}
+    return replace(recipe, model=replace(model, kwargs=kwargs, drop_path=recipe.model.drop_path))
+
+
+def schedule_of(epochs: int) -> list[str]:
+    """One epoch block by block, one for the attentions in the network, the others for all weights."""
+    return ["schedule.block_epochs=1", "schedule.attention_epochs=1", f"schedule.network_epochs={epochs - 2}"]
+
+
+@torch.no_grad()
+def compare(student: Any, teacher: Any, data: str, device: str) -> tuple[float, float, float]:
+    """Top-1 of both in percent, and the cosine of their final tokens, in float32."""
+    val, settings = open_data(data, "val"), Data.of_model(teacher)
+    networks: list[nn.Module] = [loaded.model.to(device).eval() for loaded in (student, teacher)]
+    settings = replace(settings, workers=4 if device == "cuda" else 0, cache=False)
+    sums = torch.zeros(3, dtype=torch.float64)
+    where = torch.device(device)
+    for images, labels in evaluation_batches(val, settings, 250, device=where, broken=BrokenImages(val, print)):
+        found, wanted = (outputs_of(network, images) for network in networks)
+        cosines = F.cosine_similarity(found.tokens, wanted.tokens, dim=2).mean(1)
+        hits = [(output.logits.argmax(1) == labels).sum() for output in (found, wanted)]
+        sums += torch.stack([*hits, cosines.sum()]).double().cpu()
+    top1, teacher_top1, cosine = (sums / len(val)).tolist()
+    return 100 * top1, 100 * teacher_top1, cosine
+
+
+def mini_table(rows: Sequence[MiniRow]) -> TextTable:
+    """One line per student."""
+    head = ["student", "labels", "top-1", "teacher", "difference", "target", "cosine of final tokens", "seconds"]
+    lines = [
+        [
+            row.name,
+            "yes" if row.labels else "no",
+            f"{row.top1:.1f}",
+            f"{row.teacher_top1:.1f}",
+            f"{row.difference:+.1f}",
+            f"{row.target:+.1f}" if row.target else "-",
+            "-" if row.name == "sima_scratch" else f"{row.cosine:.3f}",
+            f"{row.seconds:.0f}",
+        ]
+        for row in rows
+    ]
+    return TextTable(head, lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run steps, or collect the rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", required=True, help="a folder of labelled 64-pixel images, as for `sima train`")
+    parser.add_argument("--folder", type=Path, default=Path("runs/linearize_mini"), help="folder for the runs")
+    steps = (TEACHER, *(student.name for student in STUDENTS))
+    parser.add_argument("--only", action="append", choices=steps, help="repeatable; by default all that are missing")
+    parser.add_argument("--rows", type=Path, help="CSV file for the rows of all finished students")
+    parser.add_argument("--epochs", type=int, default=TEACHER_RUN.epochs, help="epochs of the teacher")
+    for group in ("set", "set-teacher", "set-student"):
+        parser.add_argument(f"--{group}", action="append", default=[], metavar="NAME=VALUE", help="a setting")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    given = parser.parse_args(arguments)
+    device = resolve_device(given.device)
+    on_gpu = TEACHER_SETTINGS if device == "cuda" else ()
+    bench = Bench(
+        given.data,
+        given.folder,
+        device,
+        given.epochs,
+        given.set,
+        (*on_gpu, *given.set_teacher),
+        given.set_student,
+    )
+    for name in given.only or ([] if given.rows else steps):
+        bench.run(name)
+    if given.rows:
+        rows = bench.rows()
+        write_rows(given.rows, rows)
+        print(mini_table(rows).markdown())
+
+
+if __name__ == "__main__":
+    main()
