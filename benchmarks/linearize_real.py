@@ -396,7 +396,7 @@ def bench_onnx(
     """Teacher and students in turns in ONNX Runtime on the CPU, float32, batch 1."""
     import onnxruntime
 
-    from sima_attn.export import export_onnx
+    from sima_attn.export.onnx import export_onnx
 
     weights = load_file(folder / "weights.safetensors")
     options = onnxruntime.SessionOptions()
