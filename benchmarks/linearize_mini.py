@@ -56,7 +56,7 @@ STUDENT_SETTINGS = (
     "run.precision=bf16",
     "run.checkpoint_minutes=60",
     "schedule.attention_lr=0.5",
-    "schedule.network_lr=0.25",
+    "schedule.network_lr=0.15",
 )
 # A low rate: the student starts from a trained network.
 FINETUNE_SETTINGS = ("optim.lr=2e-4", "run.batch=256", "run.compile=false", "run.checkpoint_minutes=60")
@@ -164,7 +164,7 @@ class Bench:
         start, last, changes = time.monotonic(), place / "linearized", list(self.student_settings)
         if student.name == "sima_scratch":
             last = place / "run"
-            self.train(SCRATCH_RUN, last, EPOCHS, ())
+            self.train(SCRATCH_RUN, last, EPOCHS, (), partial(with_shape_of, teacher))
         else:
             epochs = EPOCHS - LABELLED_EPOCHS if student.labels else EPOCHS
             changes = [*schedule_of(epochs), *STUDENT_SETTINGS, *self.settings, *changes]
@@ -195,6 +195,12 @@ class Bench:
         """The rows of all finished students, in the order of the table."""
         files = [self.folder / student.name / "row.json" for student in STUDENTS]
         return [MiniRow(**json.loads(file.read_text())) for file in files if file.exists()]
+
+
+def with_shape_of(folder: Path, recipe: Recipe) -> Recipe:
+    """The recipe with the arguments of the model in the folder of a run."""
+    kwargs = load_model(folder).about["recipe"]["model"]["kwargs"]
+    return replace(recipe, model=replace(recipe.model, kwargs=kwargs))
 
 
 def from_weights(folder: Path, recipe: Recipe) -> Recipe:

@@ -360,9 +360,9 @@ def compare(teacher: Any, student: Any, decoder: Decoder, photos: Sequence[Path]
 # ---- speed ----
 
 
-def build_for_speed(attention: str | None, size: int, weights: dict[str, Tensor]) -> Any:
+def build_for_speed(attention: str | None, size: int, weights: dict[str, Tensor], device: str = "cpu") -> Any:
     """The teacher, or a student before training: the weights do not change the time."""
-    backbone, _ = build_networks(weights, size)
+    backbone = build_networks(weights, size)[0].to(device)
     if attention is not None:
         convert(backbone, attention)
     return backbone
@@ -374,7 +374,7 @@ def bench_gpu(
     """Teacher and students in turns on a CUDA device, bf16, eager and compiled; 0 seconds only compiles."""
     weights = load_file(folder / "weights.safetensors")
     for size in sizes:
-        models = {name: build_for_speed(name, size, weights).to("cuda", torch.bfloat16) for name in (None, *attentions)}
+        models = {name: build_for_speed(name, size, weights, "cuda").to(torch.bfloat16) for name in (None, *attentions)}
         for batch in batches:
             images = torch.randn(batch, 3, size, size, device="cuda", dtype=torch.bfloat16)
             for mode in ("eager", "compiled"):
@@ -396,7 +396,7 @@ def bench_onnx(
     """Teacher and students in turns in ONNX Runtime on the CPU, float32, batch 1."""
     import onnxruntime
 
-    from sima_attn.export import export_onnx
+    from sima_attn.export.onnx import export_onnx
 
     weights = load_file(folder / "weights.safetensors")
     options = onnxruntime.SessionOptions()
