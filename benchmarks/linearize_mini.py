@@ -14,7 +14,7 @@ import argparse
 import json
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,13 +26,12 @@ from torch import nn
 
 from sima_attn import linearize
 from sima_attn._devices import resolve_device
-from sima_attn._settings import from_dict, with_overrides
+from sima_attn._settings import with_overrides
 from sima_attn.data.loader import BrokenImages, evaluation_batches
 from sima_attn.data.settings import Data
 from sima_attn.data.sources import open_data
 from sima_attn.distill.networks import run as outputs_of
 from sima_attn.models.loading import load_model
-from sima_attn.models.settings import ModelSettings
 from sima_attn.report.rows import provenance_columns, write_rows
 from sima_attn.report.tables import TextTable
 from sima_attn.reproduce.miniature import RUNS, MiniatureRun, miniature_recipe
@@ -41,7 +40,7 @@ from sima_attn.train.recipes import Recipe
 
 TEACHER = "teacher"
 TEACHER_RUN = next(run for run in RUNS if run.name == "softmax_relu")
-SCRATCH_RUN = MiniatureRun("sima_relu_scratch", "SimA, ReLU, from scratch", options={"relu": True})
+SCRATCH_RUN = next(run for run in RUNS if run.name == "sima_relu_lr")  # at the rate that suits SimA
 EPOCHS = 6  # of a student, all stages together
 LABELLED_EPOCHS = 2  # of them, with labels
 BATCH = 128
@@ -57,9 +56,12 @@ STUDENT_SETTINGS = (
     "run.checkpoint_minutes=60",
     "schedule.attention_lr=0.5",
     "schedule.network_lr=0.15",
+    "schedule.finetune_lr=0.05",
+    "report.speed=false",
 )
-# A low rate: the student starts from a trained network.
-FINETUNE_SETTINGS = ("optim.lr=2e-4", "run.batch=256", "run.compile=false", "run.checkpoint_minutes=60")
+
+
+LABEL_SETTINGS = ("augment.mixup=0.8", "augment.cutmix=1.0", "augment.smoothing=0.1")  # as for the teacher
 
 
 @dataclass(frozen=True)
@@ -143,17 +145,10 @@ class Bench:
         done.write_text(json.dumps(asdict(row)))
         print(mini_table([row]).markdown())
 
-    def train(
-        self,
-        run: MiniatureRun,
-        place: Path,
-        epochs: int,
-        settings: Sequence[str],
-        change: Callable[[Recipe], Recipe] = lambda recipe: recipe,
-    ) -> float:
+    def train(self, run: MiniatureRun, place: Path, epochs: int, settings: Sequence[str]) -> float:
         """Top-1 of a classifier trained by the recipe of the grid."""
         recipe = miniature_recipe(replace(run, epochs=epochs), self.data, on_gpu=self.device == "cuda")
-        recipe = with_overrides(change(recipe), [*settings, *self.settings])
+        recipe = with_overrides(recipe, [*settings, *self.settings])
         return train_classifier(recipe, place, device=self.device).metrics["top1"]
 
     def measure(self, student: Student, place: Path) -> MiniRow:
@@ -166,13 +161,10 @@ class Bench:
             last = place / "run"
             self.train(SCRATCH_RUN, last, EPOCHS, (), partial(with_shape_of, teacher))
         else:
-            epochs = EPOCHS - LABELLED_EPOCHS if student.labels else EPOCHS
-            changes = [*schedule_of(epochs), *STUDENT_SETTINGS, *self.settings, *changes]
+            labelled = LABEL_SETTINGS if student.labels else ()
+            changes = [*schedule_of(student.labels), *STUDENT_SETTINGS, *labelled, *self.settings, *changes]
             options: dict[str, Any] = {"attention": student.attention, "batch": BATCH, "device": self.device}
             linearize(teacher, self.data, last, overrides=changes, **options)
-            if student.labels:
-                linearized, last = last, place / "finetuned"
-                self.train(TEACHER_RUN, last, LABELLED_EPOCHS, FINETUNE_SETTINGS, partial(from_weights, linearized))
         seconds = time.monotonic() - start
         top1, teacher_top1, cosine = compare(load_model(last), load_model(teacher), self.data, self.device)
         return MiniRow(
@@ -203,16 +195,11 @@ def with_shape_of(folder: Path, recipe: Recipe) -> Recipe:
     return replace(recipe, model=replace(recipe.model, kwargs=kwargs))
 
 
-def from_weights(folder: Path, recipe: Recipe) -> Recipe:
-    """The recipe with the model in the folder of a run, starting from its weights."""
-    model = from_dict(ModelSettings, load_model(folder).about["recipe"]["model"])
-    kwargs = {**model.kwargs, "checkpoint_path": str(folder / "weights.safetensors")}
-    return replace(recipe, model=replace(model, kwargs=kwargs, drop_path=recipe.model.drop_path))
-
-
-def schedule_of(epochs: int) -> list[str]:
+def schedule_of(labels: bool) -> list[str]:
     """One epoch block by block, one for the attentions in the network, the others for all weights."""
-    return ["schedule.block_epochs=1", "schedule.attention_epochs=1", f"schedule.network_epochs={epochs - 2}"]
+    finetune = LABELLED_EPOCHS if labels else 0
+    epochs = {"block": 1, "attention": 1, "network": EPOCHS - 2 - finetune, "finetune": finetune}
+    return [f"schedule.{stage}_epochs={count}" for stage, count in epochs.items()]
 
 
 @torch.no_grad()

@@ -66,6 +66,8 @@ SETTINGS = (
     "schedule.network_lr=0.1",
     "run.eval_epochs=17",
     "run.checkpoint_minutes=60",
+    "transfer.held_out=0.05",
+    "report.speed=false",  # see `speed`
 )
 
 
@@ -310,7 +312,7 @@ def bench_student(
     changes = [f"schedule.{name}={count}" for name, count in zip(names, epochs, strict=True)]
     done = linearize(
         teacher,
-        folder / "photos",
+        folder / "photos" / "train",  # of which a part is held out, to choose the best weights
         run_folder,
         attention=attention,
         size=SIZE,

@@ -72,7 +72,7 @@ def open_images(path: str, held_out: float, seed: int) -> tuple[Source, Source]:
     """
     root = Path(path)
     try:
-        train = open_data(path, "train", labelled=False)
+        train = _open_split(path, "train")
     except FileNotFoundError:
         if not root.is_dir():
             raise
@@ -80,11 +80,19 @@ def open_images(path: str, held_out: float, seed: int) -> tuple[Source, Source]:
     if len(train) < LEAST_IMAGES:
         raise ValueError(f"{path} has {len(train)} images; a linearization needs at least {LEAST_IMAGES}")
     try:
-        return train, open_data(path, "val", labelled=False)
+        return train, _open_split(path, "val")
     except FileNotFoundError:
         order = np.random.default_rng(seed).permutation(len(train))
         count = max(1, round(held_out * len(train)))
         return Subset(train, np.sort(order[count:])), Subset(train, np.sort(order[:count]))
+
+
+def _open_split(path: str, split: str) -> Source:
+    """The images of a split, with their labels where they have usable ones."""
+    try:
+        return open_data(path, split)
+    except ValueError:
+        return open_data(path, split, labelled=False)
 
 
 class Best(nn.Module):
