@@ -215,6 +215,20 @@ def test_kept_attentions_are_those_of_the_teacher_and_share_the_parameters_of_th
     assert torch.equal(student(images), teacher(images))
 
 
+def test_parameters_of_the_teacher_alone_stay_as_they_are(images, tmp_path):
+    """XCA has a temperature, which SimA has not: no optimiser would change it or clear its gradient."""
+    kwargs = {"img_size": 8, "patch_size": 2, "embed_dim": 48, "depth": 3, "num_heads": 2}
+    teacher = timm.create_model("sima_vit_mini_patch4_64", attention="xca", num_classes=0, **kwargs)
+    teacher.pretrained_cfg = {**teacher.pretrained_cfg, "input_size": (3, 8, 8)}
+    options = {"keep": 1, "model_kwargs": {**kwargs}, "overrides": [*FAST, "transfer.teacher_attention=xca"]}
+    done = linearized(teacher, images, tmp_path / "run", **options)
+    kept = f"{done.record.kept[0]}.temperature"
+    assert torch.equal(done.model.get_parameter(kept), teacher.get_parameter(kept))
+    assert not torch.equal(done.model.blocks[0].mlp.fc1.weight, teacher.blocks[0].mlp.fc1.weight)
+    pixels = torch.randn(1, 3, 8, 8)
+    assert torch.equal(load_model(tmp_path / "run").model(pixels), done.model(pixels))
+
+
 def test_bad_choices_are_named_and_leave_no_folder(teacher, images, tmp_path):
     out = tmp_path / "run"
     for options, message in (

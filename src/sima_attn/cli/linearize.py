@@ -1,5 +1,6 @@
 """`sima linearize`."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -59,6 +60,8 @@ def linearize_command(
         resume=resume,
         device=device,
     )
+    if os.environ.get("RANK", "0") != "0":
+        return
     print_table(block_table(done), title="relative error of each attention, given the teacher's input")
     console.print(f"[bold]{summary_of(done)}[/bold]")
     console.print(f"Run: {out} (weights.safetensors, report.md, features.png, learning_curve.png, rows as CSV)")

@@ -84,11 +84,11 @@ def trade_table(done: Linearized, speed: list[SpeedRow]) -> TextTable:
     """What keeping more attentions gains and costs, measured after the first stage."""
     ranking = done.record.ranking
     names = [name for name in METRICS if name in ranking[0].metrics and name != "teacher_top1"]
-    times = [row for row in speed if row.model != TEACHER]
-    sizes = sorted({row.pixels for row in times if row.model != STUDENT})
+    times = [row for row in speed if row.model not in (TEACHER, STUDENT)]  # measured side by side
+    sizes = sorted({row.pixels for row in times})
     header = ["kept", "attention", *(METRICS[name][0] for name in names), *(f"speedup at {px} px" for px in sizes)]
     lines = []
-    for K in sorted({K for K in (*SHOWN_KEPT, len(done.record.kept)) if len(ranking) > K}):
+    for K in _shown_counts(done):
         found = [[row for row in times if (row.kept, row.pixels) == (K, px)] for px in sizes]
         cells = [f"{rows[0].speedup:.2f}" if rows else "" for rows in found]
         added = [each.path for each in ranking[1 : K + 1]]
@@ -155,12 +155,19 @@ def write_report(
     if speed:
         write_rows(folder / "speed.csv", speed)
         of = f"{speed[0].device}, {speed[0].precision}, batch {speed[0].batch}"
-        parts += ["## Time and memory", f"One forward pass ({of}); memory beside the weights.", *notes]
+        fewest = min(row.samples for row in speed)
+        times = f"One forward pass ({of}), median of at least {fewest} samples; memory beside the weights."
+        parts += ["## Time and memory", times, *notes]
         parts += [speed_table(speed).markdown()]
     if photos is not None:
         parts += ["## Features", _draw(done, recipe, folder / "features.png", teacher, photos, autocast)]
     with atomic_write(folder / "report.md") as temporary:
         temporary.write_text("\n\n".join(parts) + "\n")
+
+
+def _shown_counts(done: Linearized) -> list[int]:
+    """Numbers of kept attentions in the table of the trade: the usual ones and that of the run, as far as ranked."""
+    return sorted({K for K in (*SHOWN_KEPT, len(done.record.kept)) if len(done.record.ranking) > K})
 
 
 def _selection(recipe: LinearizeRecipe) -> str:
@@ -189,7 +196,7 @@ def _speed(
     if not order or not measured:
         return rows, notes
     others = {TEACHER: (teacher, 0)}
-    for K in (K for K in SHOWN_KEPT if len(order) >= K):
+    for K in _shown_counts(done):
         other = build_student(teacher, recipe.model, str(recipe.model.attention)).to(next(teacher.parameters()).device)
         keep_blocks(other, teacher, order[:K])
         others[f"{K} kept"] = (other.eval(), K)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from sima_attn.report.timing import time_interleaved
 
 SIZE_FACTORS = (1.0, 37 / 16, 37 / 8)  # 224, 518 and 1036 px for a model of 224 px
 BATCH = {"cpu": 1, "cuda": 8}
-CPU_SAMPLES = 3  # a large model takes seconds per image
+CPU_SAMPLES, SLOW = 3, 3.0  # one sample of a model that takes longer than three seconds per image
 TEACHER = "teacher"
 Autocast = Callable[[], AbstractContextManager[Any]]
 
@@ -75,19 +76,20 @@ def measure_speed(
     """
     rows: list[SpeedRow] = []
     notes: list[str] = []
+    device = next(models[TEACHER][0].parameters()).device.type
     for size in sizes:
+        begin = time.perf_counter()
         try:
-            steps = {name: _forward(model, size, autocast) for name, (model, _) in models.items()}
-            peaks = {name: _peak_mib(step, models[name][0]) for name, step in steps.items()}
+            prepared = {name: _prepare(model, size, autocast) for name, (model, _) in models.items()}
         except Exception as error:  # models raise anything at sizes that they do not support
             notes.append(f"{size} px is left out: {first_line(error)}")
             continue
-        device = next(models[TEACHER][0].parameters()).device.type
-        timings = (
-            time_calls(steps, seconds=0.5 * len(steps))
-            if device == "cuda"
-            else time_interleaved(steps, seconds=0, least_samples=CPU_SAMPLES)
-        )
+        seconds = (time.perf_counter() - begin) / len(models)
+        steps = {name: step for name, (step, _) in prepared.items()}
+        if device == "cuda":
+            timings = time_calls(steps, seconds=0.5 * len(steps))
+        else:
+            timings = time_interleaved(steps, seconds=0, least_samples=CPU_SAMPLES if seconds < SLOW else 1)
         rows += [
             SpeedRow(
                 model=name,
@@ -96,7 +98,7 @@ def measure_speed(
                 batch=BATCH[device],
                 speedup=round(timings[TEACHER].p50 / timing.p50, 3),
                 **timing.columns("ms", 3),
-                peak_mib=round(peaks[name], 2),
+                peak_mib=round(prepared[name][1], 2),
                 precision=precision,
                 **provenance_columns(device),
             )
@@ -105,30 +107,35 @@ def measure_speed(
     return rows, notes
 
 
-def _forward(model: nn.Module, size: int, autocast: Autocast) -> Callable[[], Tensor]:
-    """A forward pass at an image size. timm's models of a fixed size are copied and set to it."""
-    first = next(model.parameters())
-    images = torch.zeros(BATCH[first.device.type], 3, size, size, device=first.device)
-
-    def step(model: nn.Module = model) -> Tensor:
-        with torch.inference_mode(), autocast():
-            return model(images)
-
+def _prepare(model: nn.Module, size: int, autocast: Autocast) -> tuple[Callable[[], Tensor], float]:
+    """A forward pass at an image size, and its peak memory. A timm model of a fixed size is copied and set to it."""
+    step = _forward(model, size, autocast)
     try:
-        step()
+        return step, _peak_mib(step, model)
     except Exception:
         if not hasattr(model, "set_input_size"):
             raise
         resized: Any = copy.deepcopy(model)
         resized.set_input_size(size)
-        step(resized)
-        return lambda: step(resized)
+        step = _forward(resized, size, autocast)
+        return step, _peak_mib(step, resized)
+
+
+def _forward(model: nn.Module, size: int, autocast: Autocast) -> Callable[[], Tensor]:
+    device = next(model.parameters()).device
+    images = torch.zeros(BATCH[device.type], 3, size, size, device=device)
+
+    def step() -> Tensor:
+        with torch.inference_mode(), autocast():
+            return model(images)
+
     return step
 
 
 def _peak_mib(step: Callable[[], object], model: nn.Module) -> float:
     """Peak memory of a forward pass beside the weights, in MiB."""
     if next(model.parameters()).device.type == "cuda":
+        step()  # the first call allocates workspaces that stay
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         step()

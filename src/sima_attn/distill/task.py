@@ -159,9 +159,10 @@ class Linearization(Task):
         self.model = build_student(teacher, recipe.model, str(recipe.model.attention)).to(fabric.device)
         self.paths = exchanged(self.teacher, self.model)
         self.check_keep()
-        # Collected now: the optimiser of a resumed run must have the parameters of attentions that are not kept, too.
-        new = [p for name, p in self.model.named_parameters() if _is_part_of(name, self.paths)]
-        self.groups = [new, [p for name, p in self.model.named_parameters() if not _is_part_of(name, self.paths)]]
+        # Collected before attentions are kept: the optimiser of a resumed run needs the parameters that they replace.
+        learning = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        new = [p for name, p in learning if _is_part_of(name, self.paths)]
+        self.groups = [new, [p for name, p in learning if not _is_part_of(name, self.paths)]]
         self.completed = 0
         if record is None:
             record = Record(self.errors(self.model))
@@ -183,8 +184,9 @@ class Linearization(Task):
         """Keep these attentions of the teacher, and begin anew to look for the best student."""
         self.record.kept = paths
         keep_blocks(self.model, self.teacher, paths)
-        learning = [path for path in self.paths if path not in paths]
-        self.others = [p for name, p in self.model.named_parameters() if not _is_part_of(name, learning)]
+        new = [path for path in self.paths if path not in paths]
+        optimised = {p for group in self.groups for p in group}
+        self.others = [p for name, p in self.model.named_parameters() if p in optimised and not _is_part_of(name, new)]
         self.best = Best(self.model).to(self.fabric.device)
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
@@ -434,13 +436,12 @@ def train_linearization(
     quiet: bool = False,
 ) -> Linearized:
     """Teach by a recipe into a folder, or resume the run in it, which has the teacher in its checkpoints."""
-    record = None
+    saved = load_newest(RunFolder(Path(out)).checkpoints) if resume else None
+    record = Record.from_dict(saved["about"]["record"]) if saved else None
     if teacher is None:
-        saved = load_newest(RunFolder(Path(out)).checkpoints)
         if saved is None:
             raise ValueError(f"there is no run to resume in {out}; start one without --resume")
-        about = saved["about"]
-        classes, record = about["classes"], Record.from_dict(about["record"])
+        classes = saved["about"]["classes"]
         settings = replace(recipe.model, attention=recipe.transfer.teacher_attention)
         teacher = build_model(without_sources(settings), len(classes))  # the loop loads its weights
     task: Linearization | None = None
