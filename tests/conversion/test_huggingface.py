@@ -8,7 +8,7 @@ from transformers_models import HONOURED, SILENT, VISION, build, build_clip, fea
 
 from closeness import assert_close
 from sima_attn.conversion import convert
-from sima_attn.conversion.huggingface import register, sima_for_transformers, switch_to_sima
+from sima_attn.conversion.huggingface import attend, core_of, register, switch
 from sima_attn.conversion.placing import converted_modules
 from sima_attn.nn import SimMultiheadAttention
 from sima_attn.ops import ExpCounter
@@ -64,7 +64,7 @@ def test_a_converted_part_stays_so_when_the_whole_cannot_be_converted():
     convert(model.vision_model, token_ref=9)
     entries, expected = model.config.vision_config.to_dict(), features(model)
     ids = torch.ones(1, 4, dtype=torch.long)
-    with pytest.raises(ValueError, match="is causal, which SimA cannot be"):
+    with pytest.raises(ValueError, match="is causal, which SimAttention cannot be"):
         convert(model, example_inputs={"input_ids": ids, "pixel_values": image(1)})
     assert model.config.vision_config.to_dict() == entries
     assert model.config.to_dict()["sima_attn"]["modules"].keys() == converted_modules(model).keys()
@@ -81,9 +81,10 @@ def test_what_is_sima_already_is_said_to_be():
 def test_the_proof_changes_no_mode():
     model = build(HONOURED, "vit").train()
     model.embeddings.eval()  # a frozen part
-    modes = [module.training for module in model.modules()]
+    modes = {module: module.training for module in model.modules()}
     assert convert(model).proven
-    assert [module.training for module in model.modules()] == modes
+    assert {module: module.training for module in modes} == modes
+    assert all(core_of(layer.attention).training for layer in model.layers)
 
 
 def test_a_compiled_part_takes_the_conversion():
@@ -112,7 +113,7 @@ def converted_module(name):
     """A module of any class that calls transformers' attention interface, as far as the attention sees it."""
     module = type(name, (torch.nn.Module,), {})()
     module.config = transformers.ViTConfig(**VISION)
-    switch_to_sima(module)
+    switch(module, "sima", {})
     return module
 
 
@@ -121,25 +122,25 @@ def test_padding_masks_are_honoured_and_other_masks_refused():
     q, k, v = torch.randn(3, 2, 4, 6, 8)
     keep = torch.arange(6) < torch.tensor([[6], [4]])
     mask = keep[:, None, None, :].expand(2, 1, 6, 6)
-    out, weights = sima_for_transformers(module, q, k, v, mask)
+    out, weights = attend(module, q, k, v, mask)
     assert weights is None
-    alone, _ = sima_for_transformers(module, q[1:, :, :4], k[1:, :, :4], v[1:, :, :4])
+    alone, _ = attend(module, q[1:, :, :4], k[1:, :, :4], v[1:, :, :4])
     assert_close(out[1:, :4], alone, 1e-6)
     causal = torch.ones(6, 6, dtype=torch.bool).tril().expand(2, 1, 6, 6)
     with pytest.raises(ValueError, match="different keys from different queries"):
-        sima_for_transformers(module, q, k, v, causal)
+        attend(module, q, k, v, causal)
     with pytest.raises(ValueError, match="cannot add a bias to pairs of tokens"):
-        sima_for_transformers(module, q, k, v, torch.zeros(2, 1, 6, 6))
-    with pytest.raises(ValueError, match="is causal, which SimA cannot be"):
-        sima_for_transformers(module, q, k, v, is_causal=True)
+        attend(module, q, k, v, torch.zeros(2, 1, 6, 6))
+    with pytest.raises(ValueError, match="is causal, which SimAttention cannot be"):
+        attend(module, q, k, v, is_causal=True)
 
 
 def test_wrong_use_is_named():
     model = build(HONOURED, "vit")
-    with pytest.raises(ValueError, match="there is 'sima', but no 'elu'"):
-        convert(model, "elu")
-    with pytest.raises(ValueError, match=r"of the options \['norm'\] it takes token_ref only"):
-        convert(model, norm="l2")
+    with pytest.raises(ValueError, match="it has softmax already"):
+        convert(model, "softmax")
+    with pytest.raises(ValueError, match=r"'sima' cannot be built with the options \{'nrom': 'l2'\}"):
+        convert(model, nrom="l2")
     text = transformers.BertModel(transformers.BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4))
     with pytest.raises(ValueError, match="takes 'input_ids', not an image: pass example_inputs"):
         convert(text)
@@ -168,8 +169,8 @@ def test_padding_of_the_keys_hides_no_query_of_cross_attention():
     """Not even where there are as many queries as keys."""
     q, k, v = torch.randn(3, 1, 2, 6, 4)
     mask = (torch.arange(6) < 3).expand(1, 1, 6, 6)
-    across, _ = sima_for_transformers(converted_module("CrossAttention"), q, k, v, attention_mask=mask)
-    within, _ = sima_for_transformers(converted_module("SelfAttention"), q, k, v, attention_mask=mask)
+    across, _ = attend(converted_module("CrossAttention"), q, k, v, attention_mask=mask)
+    within, _ = attend(converted_module("SelfAttention"), q, k, v, attention_mask=mask)
     assert (across != 0).all()
     assert (within[:, 3:] == 0).all()
 
@@ -216,7 +217,7 @@ def test_a_model_that_shares_the_configuration_is_not_switched_silently():
     report = convert(model)
     with pytest.raises(ValueError, match="build that from a copy of the configuration made before the conversion"):
         outputs(teacher, pixel_values=image(1))
-    with pytest.raises(ValueError, match="was not converted to SimA"):
+    with pytest.raises(ValueError, match="was not converted, but its configuration"):
         outputs(transformers.ViTModel(copy.deepcopy(model.config)).eval(), pixel_values=image(1))
     outputs(transformers.ViTModel(config).eval(), pixel_values=image(1))
     report.undo()
@@ -226,7 +227,7 @@ def test_a_model_that_shares_the_configuration_is_not_switched_silently():
 def test_the_bare_setting_of_transformers_is_refused():
     register()
     config = transformers.ViTConfig(**VISION)
-    model = transformers.AutoModel.from_config(config, attn_implementation="sima").eval()
+    model = transformers.AutoModel.from_config(config, attn_implementation="sima_attn").eval()
     with pytest.raises(ValueError, match=r"Convert a model with sima_attn\.convert"):
         outputs(model, pixel_values=image(1))
 

@@ -264,7 +264,7 @@ def test_after_undo_it_is_saved_as_it_was(name, tmp_path):
     assert model.config.to_dict() == entries
     assert all(module.config is part.config for module in part.modules() if hasattr(module, "config"))
     model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="this is no model that was converted to SimA: load it with from_pretrained"):
+    with pytest.raises(ValueError, match="this is no converted model: load it with from_pretrained"):
         load_pretrained(type(model), tmp_path)
     assert torch.equal(features(type(model).from_pretrained(tmp_path).eval()), before)
 

@@ -7,7 +7,7 @@ imported, the Auto classes know that type, and build the model with its attentio
 - The written configuration is sealed. It has an entry that every other configuration class refuses to set, with or
   without this package, at any depth.
 - A configuration that was read names no attention that transformers knows: no other model can be built from it.
-- The configuration of a converted model in memory names SimA as the attention of the whole model. Another model that
+- The configuration of a converted model in memory names our attention as that of the whole model. Another model that
   was built from it, and not converted, raises at its first attention.
 """
 
@@ -32,7 +32,7 @@ IN_USE = "_sima_in_use"  # set where a model with converted attentions has this 
 # In a live configuration the property hides the entry. Two, because transformers may drop one of them.
 SEALS = ("use_return_dict", "sub_configs")
 SEAL = (
-    "converted to SimA attention: install sima-attn, import sima_attn, and load this model with an Auto class of "
+    "converted to another attention: install sima-attn, import sima_attn, and load this model with an Auto class of "
     "transformers or with sima_attn.conversion.load_pretrained(MODEL_CLASS, PATH)"
 )
 
@@ -50,7 +50,7 @@ class ConvertedConfig(Mixin):
     def _attn_implementation_internal(self, value: str | None) -> None:
         if value not in (NAME, None):
             raise ValueError(
-                f"attn_implementation={value!r} cannot be set: the attentions of this model were converted to SimA. "
+                f"attn_implementation={value!r} cannot be set: the attentions of this model were converted. "
                 "Remove the argument; report.undo() takes a conversion back"
             )
 
@@ -89,7 +89,7 @@ class SavedConfig(PretrainedConfig):
             entries = entries[key]
             marks = [(keys[1:], modules) for keys, modules in marks if keys[:1] == (key,)]
         if not marks:
-            raise ValueError("this is no model that was converted to SimA: load it with from_pretrained")
+            raise ValueError("this is no converted model: load it with from_pretrained")
         read: Any = (cls.original or CONFIG_MAPPING[entries["model_type"]]).from_dict(entries, **kwargs)
         config = read[0] if kwargs.get("return_unused_kwargs") else read
         whole: dict[tuple[str, ...], dict[str, Any]] = {(): {}}  # a ConvertedConfig too, for the Auto classes
@@ -117,8 +117,8 @@ class ConvertedModel(Mixin):
             if CONVERTED not in vars(self.get_submodule(path)):  # by a part that is a ConvertedModel itself
                 try:
                     place(self, path, options.pop("attention"), options, exchanged)
-                except Refused as refused:
-                    raise ValueError(f"{path} cannot be converted as it was when it was saved: {refused}") from refused
+                except (Refused, TypeError) as error:  # TypeError: options that the attention does not have
+                    raise ValueError(f"{path} cannot be converted as it was when it was saved: {error}") from error
         write_marks(self)
 
 
