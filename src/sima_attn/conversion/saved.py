@@ -14,7 +14,8 @@ imported, the Auto classes know that type, and build the model with its attentio
 import inspect
 from collections.abc import Iterator
 from copy import deepcopy
-from functools import cache, reduce
+from functools import cache, partial, reduce
+from pathlib import Path
 from typing import Any, ClassVar
 
 from transformers import PretrainedConfig  # the name that older versions have too: this runs when they are imported
@@ -121,6 +122,18 @@ class ConvertedModel(Mixin):
                     raise ValueError(f"{path} cannot be converted as it was when it was saved: {error}") from error
         write_marks(self)
 
+    @classmethod
+    def from_pretrained(cls, *args, output_loading_info: bool = False, **kwargs) -> Any:
+        """As for any model; weights of converted attentions that are not there are an error, not a log message."""
+        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)  # type: ignore[misc]
+        attentions = tuple(f"{path}." for path in converted_modules(model))
+        if missing := sorted(name for name in info["missing_keys"] if name.startswith(attentions)):
+            raise ValueError(
+                f"weights of converted attentions are missing: {', '.join(missing[:5])}. config.json and the weights "
+                "are not of the same model; save the converted model again with save_pretrained"
+            )
+        return (model, info) if output_loading_info else model
+
 
 @cache
 def converted_model_class(cls: Any) -> Any:
@@ -160,6 +173,23 @@ def load_pretrained(model_class: Any, path: Any, **kwargs) -> Any:
         return converted_model_class(without_mixin(model_class)).from_pretrained(path, **kwargs)
     where = {name: kwargs[name] for name in ("subfolder", "revision", "cache_dir", "token") if name in kwargs}
     return model_class.from_pretrained(path, config=SavedConfig.from_pretrained(path, **where), **kwargs)
+
+
+def load_saved(folder: Path) -> Any:
+    """The model that `save_pretrained` has written, converted or not, in the class that was saved."""
+    import transformers
+
+    entries, _ = PretrainedConfig.get_config_dict(folder, local_files_only=True)
+    names = entries.get("architectures") or []
+    model_class = getattr(transformers, str(names[0]), None) if names else transformers.AutoModel
+    if model_class is None:
+        raise ValueError(
+            f"transformers {transformers.__version__} has no model class {names[0]!r}, of which {folder} is; install "
+            "the version of transformers that saved it"
+        )
+    is_converted = any(True for _ in _unseal(deepcopy(entries)))
+    load = partial(load_pretrained, model_class) if is_converted else model_class.from_pretrained
+    return load(folder, local_files_only=True)
 
 
 def write_marks(model: Any) -> None:

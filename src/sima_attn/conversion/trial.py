@@ -29,7 +29,7 @@ def token_layouts(model: nn.Module, inputs: Any, watched: Iterable[nn.Module]) -
     """The options `prefix_tokens` and `grid` of the watched attentions, seen in one forward; {} without inputs.
 
     The grid is the last feature map of a convolution before an attention. Other tokens are prefix tokens, up to 8;
-    where there are more, or fewer tokens than positions on the grid, the options fit no layout and the attention raises.
+    where there are more, or fewer tokens than positions, the options fit no layout, and the attention raises.
     """
     layouts: dict[nn.Module, dict[str, Any]] = {}
     grid: list[int] = []

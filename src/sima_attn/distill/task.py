@@ -30,21 +30,24 @@ from sima_attn.data.loader import (
 )
 from sima_attn.data.sources import ClassFolders, Source, Subset, open_data
 from sima_attn.distill.networks import (
+    attend,
     block_errors,
     build_student,
+    description_of,
     exchanged,
     fit_gains,
     output_loss,
+    rebuild_teacher,
     recorded,
     relative_error,
     run,
 )
 from sima_attn.distill.recipes import BLOCKS, NETWORK, LinearizeRecipe
-from sima_attn.models.building import build_model, without_sources
+from sima_attn.models.huggingface import TimmInterface, save_folder
+from sima_attn.models.preprocessing import Preprocessing
 from sima_attn.nn.eval_mode import eval_mode
 from sima_attn.report.progress import RunProgress
 from sima_attn.train.checkpoint import load_newest
-from sima_attn.train.classify import output_at
 from sima_attn.train.engine import RunSummary, Task
 from sima_attn.train.run import RunFolder
 from sima_attn.train.start import train_task
@@ -118,14 +121,16 @@ class Linearization(Task):
         self.broken = BrokenImages(self.source, progress.say)
         self.broken_val = BrokenImages(self.val, progress.say)
         self.teacher = teacher.eval().requires_grad_(False).to(fabric.device)
-        output_at(self.teacher, recipe.data.size, "choose a size that the teacher takes with --size")
         seed_everything(recipe.run.seed)
         self.model = build_student(teacher, recipe.model, str(recipe.model.attention)).to(fabric.device)
         self.paths = exchanged(self.teacher, self.model)
         before = list(self.errors(self.model).values())
         fit_gains(self.teacher, self.model, self.paths, self._first_images(self.source, self.broken))
         self.best = Best(self.model, before).to(fabric.device)
-        self.others = [p for name, p in self.model.named_parameters() if not self._is_exchanged(name)]
+        # Parameters that are frozen have no part in the final tokens, such as a text model beside the vision model.
+        self.others = [
+            p for name, p in self.model.named_parameters() if p.requires_grad and not self._is_exchanged(name)
+        ]
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
         """Augmented images."""
@@ -159,7 +164,7 @@ class Linearization(Task):
                 return output_loss(found, wanted, self.recipe.transfer.logits), {}
             with torch.no_grad(), recorded(self.teacher, self.paths) as seen:
                 run(self.teacher, batch.images)
-            errors = [relative_error(self.model.get_submodule(path)(x), y) for path, (x, y) in seen.items()]
+            errors = [relative_error(attend(self.model.get_submodule(path), x), y) for path, (x, y) in seen.items()]
         return torch.stack(errors).mean(), {}
 
     @torch.no_grad()
@@ -198,12 +203,21 @@ class Linearization(Task):
         return {"teacher": self.teacher, "best": self.best}
 
     def about(self, recipe: LinearizeRecipe) -> dict[str, Any]:
-        """Recipe, classes and number of training images."""
-        return {"task": "linearize", "recipe": to_dict(recipe), "classes": self.classes, "images": len(self.source)}
+        """Recipe, classes, number of training images and, for transformers, the configuration of the teacher."""
+        facts = {"task": "linearize", "recipe": to_dict(recipe), "classes": self.classes, "images": len(self.source)}
+        return {**facts, **description_of(self.teacher)}
 
     def result(self) -> nn.Module:
         """The best student on held-out images."""
         return self.best.network
+
+    def write_result(self, folder: RunFolder, facts: dict[str, Any]) -> None:
+        """Weights as of any run; of a model of transformers what `save_pretrained` writes."""
+        network = self.best.network
+        if isinstance(network, TimmInterface):
+            save_folder(network, folder.path, Preprocessing.from_recipe(vars(self.recipe.data)))
+        else:
+            super().write_result(folder, facts)
 
     def _first_images(self, source: Source, broken: BrokenImages) -> Tensor:
         part = Subset(source, np.arange(min(MEASURED_IMAGES, len(source))))
@@ -250,13 +264,16 @@ def train_linearization(
     quiet: bool = False,
 ) -> Linearized:
     """Teach by a recipe into a folder, or resume the run in it, which has the teacher in its checkpoints."""
+    saved = load_newest(RunFolder(Path(out)).checkpoints) if resume else None
+    if teacher is not None and saved is not None:
+        _check_same_weights(teacher, saved["task"]["teacher"], out)
     if teacher is None:
-        saved = load_newest(RunFolder(Path(out)).checkpoints)
         if saved is None:
             raise ValueError(f"there is no run to resume in {out}; start one without --resume")
         classes = saved["about"]["classes"]
         settings = replace(recipe.model, attention=recipe.transfer.teacher_attention)
-        teacher = build_model(without_sources(settings), len(classes))  # the loop loads its weights
+        data = Preprocessing.from_recipe(vars(recipe.data))
+        teacher = rebuild_teacher(settings, data, saved["about"])  # the loop loads its weights
     task: Linearization | None = None
 
     def build(recipe: LinearizeRecipe, fabric: Fabric, progress: RunProgress) -> Linearization:
@@ -272,3 +289,12 @@ def train_linearization(
     blocks = [Block(path, before[path], after[path]) for path in task.paths]
     task.model.load_state_dict(student.state_dict())
     return Linearized(student, task.evaluate(task.model), blocks, summary)
+
+
+def _check_same_weights(teacher: nn.Module, saved: dict[str, Tensor], out: Path | str) -> None:
+    given = teacher.state_dict()
+    if given.keys() != saved.keys() or not all(torch.equal(given[name].cpu(), saved[name].cpu()) for name in saved):
+        raise ValueError(
+            f"the run in {out} has another teacher than the model given; omit the model to resume with the teacher of "
+            "the run, or start a new run with another --out"
+        )

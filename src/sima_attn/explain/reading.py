@@ -255,4 +255,3 @@ def _norm_over_tokens(module: nn.Module) -> tuple[str, float]:
     if isinstance(module, XCAttention) or type(module).__name__ == "XCA":
         return "l2", EPS
     return "none", EPS
-
