@@ -4,14 +4,15 @@ import copy
 
 import pytest
 import torch
-from transformers_models import HONOURED, SILENT, VISION, build, build_clip, features, image, outputs
 
 from closeness import assert_close
 from sima_attn.conversion import convert
 from sima_attn.conversion.huggingface import attend, core_of, register, switch
+from sima_attn.conversion.modules import Refused
 from sima_attn.conversion.placing import converted_modules
-from sima_attn.nn import SimMultiheadAttention
+from sima_attn.nn import SimMultiheadAttention, attention_class
 from sima_attn.ops import ExpCounter
+from transformers_models import HONOURED, MASKED, SILENT, VISION, build, build_clip, features, image, outputs
 
 transformers = pytest.importorskip("transformers")
 
@@ -32,6 +33,91 @@ def test_converts_every_layer_and_comes_back(name):
     assert all(torch.equal(model.state_dict()[key], value) for key, value in state.items())
     report.undo()
     assert torch.equal(outputs(model, pixel_values=image()), before)
+
+
+# Tokens before the patch tokens: class token, distillation token, registers.
+PREFIX_TOKENS = {
+    "vit": 1,
+    "deit": 2,
+    "dinov2": 1,
+    "dinov2_registers": 5,
+    "clip": 1,
+    "siglip": 0,
+    "beit": 1,
+    "vit_msn": 1,
+    "ijepa": 0,
+}
+
+
+@pytest.mark.parametrize("attention", ["sima_local", "relu2"])
+@pytest.mark.parametrize("name", PREFIX_TOKENS)
+def test_the_local_branch_sees_the_patch_tokens_and_learns(name, attention):
+    model = build(HONOURED, name)
+    before, keys = outputs(model, pixel_values=image()), list(model.state_dict())
+    report = convert(model, attention)
+    modules = [model.get_submodule(path) for path in converted_modules(model)]
+    cores = [core_of(module) for module in modules]
+    prefix = PREFIX_TOKENS[name]
+    assert [core.local.prefix_tokens for core in cores] == [prefix] * 2
+    # With filters that copy the token, the local branch of a patch token is v, and that of a prefix token is zero.
+    with torch.no_grad():
+        for core in cores:
+            core.local.weight[:, 0, 1, 1] = 1
+    seen = {}
+    cores[0].register_forward_hook(lambda core, args, o: seen.update(q=args[0], k=args[1], v=args[2], o=o))
+    outputs(model, pixel_values=image())
+    local = seen["o"] - cores[0].matrix(seen["q"], seen["k"]) @ seen["v"]
+    assert_close(local[:, :, prefix:], seen["v"][:, :, prefix:], 1e-4)
+    assert local[:, :, :prefix].abs().sum() < 1e-3
+    with torch.enable_grad():
+        model.train()(pixel_values=image()).last_hidden_state.square().sum().backward()
+    assert all(parameter.grad.abs().sum() > 0 for core in cores for parameter in core.parameters())
+    report.undo()
+    assert list(model.state_dict()) == keys
+    assert torch.equal(outputs(model.eval(), pixel_values=image()), before)
+
+
+@pytest.mark.parametrize("attention", ["xca", "elu", "efficient", "cosformer", "performer", "nystrom", "soft_full"])
+def test_other_attentions_of_the_registry(attention):
+    model = build(HONOURED, "vit")
+    try:
+        report = convert(model, attention)
+    except ValueError as error:
+        assert "one projection for queries and keys" in str(error)  # noqa: PT017
+        return
+    assert {one.new for one in report.converted} == {attention_class(attention).__name__}
+    assert report.proven
+
+
+def test_a_grid_that_is_not_square_is_seen_too():
+    config = transformers.ViTConfig(**{**VISION, "image_size": [48, 32]})
+    model = transformers.ViTModel(config).eval()
+    convert(model, "sima_local")
+    local = core_of(model.layers[0].attention).local
+    assert (local.grid, local.prefix_tokens) == ((6, 4), 1)
+    other = build(HONOURED, "vit")
+    convert(other, "sima_local", prefix_tokens=1, grid=(2, 8))  # what is given is taken
+    assert core_of(other.layers[0].attention).local.grid == (2, 8)
+
+
+def test_tokens_that_are_no_grid_are_refused_by_attentions_with_a_local_branch(tmp_path):
+    with pytest.raises(ValueError, match=r"117 tokens are not a grid of 4 x 4 plus 0 prefix tokens"):
+        convert(build(HONOURED, "yolos"), "sima_local")  # 100 detection tokens come after the patches
+    masked = build(MASKED, "vit_mae")
+    with pytest.raises(
+        ValueError, match=r"it sees some of the patches in a random order .* load the encoder as ViTModel"
+    ):
+        convert(masked, "relu2")
+    assert len(convert(masked, "sima").converted) == 3
+    masked = build(MASKED, "vit_mae")
+    masked.save_pretrained(tmp_path)
+    encoder = transformers.ViTModel.from_pretrained(tmp_path, add_pooling_layer=False).eval()
+    masked.config.mask_ratio = 0.0
+    in_order = torch.arange(16.0).expand(2, 16)
+    with torch.no_grad():
+        expected = masked.vit(image(), noise=in_order).last_hidden_state
+    assert_close(outputs(encoder, pixel_values=image()), expected, 1e-6)
+    assert len(convert(encoder, "sima_local").converted) == 2
 
 
 @pytest.mark.parametrize("name", SILENT)
@@ -109,11 +195,11 @@ def test_token_ref_reaches_the_operator():
     assert not torch.allclose(outputs(larger, pixel_values=image()), plain)
 
 
-def converted_module(name):
+def converted_module(name, attention="sima"):
     """A module of any class that calls transformers' attention interface, as far as the attention sees it."""
     module = type(name, (torch.nn.Module,), {})()
     module.config = transformers.ViTConfig(**VISION)
-    switch(module, "sima", {})
+    switch(module, attention, {})
     return module
 
 
@@ -135,7 +221,20 @@ def test_padding_masks_are_honoured_and_other_masks_refused():
         attend(module, q, k, v, is_causal=True)
 
 
+def test_attentions_that_cannot_honour_a_mask_or_other_keys_are_refused():
+    module = converted_module("SelfAttention", "relu2")
+    q, k, v = torch.randn(3, 2, 4, 16, 8)
+    with pytest.raises(ValueError, match=r"Relu2Attention takes no mask.*convert it to 'sima'"):
+        attend(module, q, k, v, torch.ones(2, 1, 16, 16, dtype=torch.bool))
+    with pytest.raises(Refused, match="other keys than queries, which 'sima_local' cannot take"):
+        converted_module("CrossAttention", "sima_local")
+
+
 def test_wrong_use_is_named():
+    model = build(HONOURED, "vit")
+    convert(model, "relu2")
+    with pytest.raises(ValueError, match="it was converted to 'relu2' before; undo that first"):
+        convert(model, "sima")
     model = build(HONOURED, "vit")
     with pytest.raises(ValueError, match="it has softmax already"):
         convert(model, "softmax")

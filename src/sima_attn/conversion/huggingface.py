@@ -60,7 +60,7 @@ def switch(module: Any, attention: str, options: dict[str, Any]) -> None:
         raise Refused(f"{attention!r} has one projection for queries and keys, this attention has two")
     if cls.has_local_branch and _is_cross_attention(module):
         raise Refused(f"it has other keys than queries, which {attention!r} cannot take")
-    if cls.has_local_branch and hasattr(module.config, "mask_ratio"):
+    if cls.has_local_branch and drops_patches(module.config):
         raise Refused(
             f"it sees some of the patches in a random order (ViT-MAE), and {attention!r} has a convolution over all of "
             "them; load the encoder as ViTModel, or convert to 'sima'"
@@ -73,6 +73,11 @@ def switch(module: Any, attention: str, options: dict[str, Any]) -> None:
     register()
     set_implementation(module, NAME)
     module.add_module(CORE, core.train(module.training))
+
+
+def drops_patches(config: Any) -> bool:
+    """True for ViT-MAE: its attentions see some of the patches, in a random order even at a mask ratio of 0."""
+    return type(config).model_type == "vit_mae"  # not that of the object: a ViT may be loaded from a file of ViT-MAE
 
 
 def switch_back(module: Any) -> None:

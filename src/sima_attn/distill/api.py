@@ -10,7 +10,7 @@ from torch import nn
 
 from sima_attn._settings import from_dict, with_overrides
 from sima_attn.auditing import audit
-from sima_attn.conversion.huggingface import is_pretrained_model
+from sima_attn.conversion.huggingface import drops_patches, is_pretrained_model
 from sima_attn.data.settings import Augment, Data
 from sima_attn.distill.networks import classes_of, settings_of
 from sima_attn.distill.recipes import LinearizeRecipe, Stages, Transfer, epochs_for
@@ -94,7 +94,7 @@ def _check_same(out: str | Path, **given_and_saved: tuple[Any, Any]) -> None:
 
 def check_attention_has_exp(loaded: LoadedModel, size: int) -> None:
     """Raise where a teacher does not take images of this size, or its attentions are free of exp() already."""
-    output_at(loaded.model, size, "choose a size that the teacher takes with --size")
+    output_at(loaded.model, size, f"choose a size that {loaded.name} takes with --size")
     if not any(call.in_attention for call in audit(loaded.model, size).calls):
         raise ValueError(
             f"the attention of {loaded.name} is free of exp() already, so there is nothing to linearize; give a model "
@@ -133,7 +133,7 @@ def _check_gives_tokens(loaded: LoadedModel) -> LoadedModel:
         raise ValueError(
             f"{type(model.network).__name__} holds a model of another library; give that one, made by timm.create_model"
         )
-    if hasattr(model.encoder.config, "mask_ratio"):
+    if drops_patches(model.encoder.config):
         raise ValueError(
             f"{type(model.network).__name__} drops patches at random; load its encoder as a ViT, which has the same "
             "weights: ViTModel.from_pretrained(FOLDER, add_pooling_layer=False)"

@@ -74,14 +74,7 @@ def _converted_copy(teacher: TimmInterface, attention: str) -> TimmInterface:
     """A copy with converted attentions in its encoder. A pooling head after the final tokens keeps its softmax."""
     student = copy.deepcopy(teacher).requires_grad_(False)
     student.used.requires_grad_(True)
-    inside = set(student.encoder.modules())
-    image = next(teacher.parameters()).new_zeros(1, *teacher.pretrained_cfg["input_size"])
-    convert(
-        student,
-        attention,
-        where=lambda path, module: module in inside and not isinstance(module, nn.MultiheadAttention),
-        example_inputs=image,
-    )
+    convert(student.used, attention, where=lambda path, module: not isinstance(module, nn.MultiheadAttention))
     return student
 
 

@@ -53,6 +53,7 @@ class TimmInterface(nn.Module):
         self.network = model
         self.num_classes = model.config.num_labels if "ForImageClassification" in type(model).__name__ else 0
         names = [str(model.config.id2label.get(k, k)) for k in range(self.num_classes)]
+        self.feature_info = [{"reduction": getattr(self.encoder.config, "patch_size", 16)}]
         self.pretrained_cfg = {**preprocessing.to_timm(), "architecture": type(model).__name__, "label_names": names}
 
     @property
