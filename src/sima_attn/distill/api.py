@@ -129,10 +129,6 @@ def _check_gives_tokens(loaded: LoadedModel) -> LoadedModel:
     model = loaded.model
     if not isinstance(model, TimmInterface):
         return loaded
-    if not is_pretrained_model(model.encoder):
-        raise ValueError(
-            f"{type(model.network).__name__} holds a model of another library; give that one, made by timm.create_model"
-        )
     if drops_patches(model.encoder.config):
         raise ValueError(
             f"{type(model.network).__name__} drops patches at random; load its encoder as a ViT, which has the same "

@@ -110,7 +110,9 @@ def load_folder(path: Path) -> TimmInterface:
 
 
 def check_takes_images(model: Any) -> Any:
-    """The model; raises where no image alone is its input."""
+    """The model; raises where no image alone is its input, or a timm model gives its tokens."""
+    if hasattr(model, "timm_model"):
+        raise ValueError(f"{type(model).__name__} holds a timm model; give that one, made by timm.create_model")
     encoder = getattr(model, "vision_model", model)
     if encoder.main_input_name != "pixel_values":
         raise ValueError(

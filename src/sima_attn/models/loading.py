@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import timm
 from timm.data import ImageNetInfo
@@ -21,7 +21,7 @@ from sima_attn.models.building import (
     set_token_refs,
     without_sources,
 )
-from sima_attn.models.huggingface import TimmInterface, is_folder, load_folder
+from sima_attn.models.huggingface import is_folder, load_folder
 from sima_attn.models.preprocessing import Preprocessing
 from sima_attn.models.pretrained import shipped_models
 from sima_attn.models.settings import ModelSettings
@@ -133,8 +133,13 @@ def load(what: str | Path, *, features: bool = False) -> nn.Module:
         raise FileNotFoundError(
             f"there is no folder or file {what}; timm.create_model makes a model from a name, load takes saved ones"
         )
-    model = load_model(what, features=features).model
-    return cast(nn.Module, model.network) if isinstance(model, TimmInterface) else model
+    if not is_folder(Path(what)):
+        return load_model(what, features=features).model
+    check_installed(f"the model in {what}", "transformers", extra="hf")
+    from sima_attn.conversion.saved import load_saved
+
+    model = load_saved(Path(what)).eval()
+    return model.base_model if features else model
 
 
 def _from_transformers(path: Path) -> LoadedModel:
