@@ -89,7 +89,7 @@ def switch_back(module: Any) -> None:
 def core_of(module: nn.Module) -> Attention | None:
     """The attention that a converted module of transformers calls; None for any other module."""
     core: Any = module._modules.get(CORE)
-    return core if isinstance(core, AttentionCore) else None
+    return core if isinstance(core, AttentionCore) else None  # type: ignore[return-value]  # mixed into one
 
 
 def _heads_and_width(module: Any) -> tuple[int, int]:
