@@ -7,7 +7,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from closeness import assert_close
-from sima_attn import linearize, load
+from sima_attn import convert, linearize, load
 from sima_attn.auditing.model import audit_named
 from sima_attn.cli import app
 from sima_attn.conversion.placing import converted_modules
@@ -117,6 +117,17 @@ def test_a_folder_of_save_pretrained_is_a_teacher(name, attention, size, photos,
     images = torch.randn(1, 3, side, side)
     with torch.no_grad():
         assert_close(loaded.model(images), TimmInterface(done.model, loaded.preprocessing)(images), 1e-6)
+
+
+def test_a_teacher_that_is_converted_in_part_teaches_the_rest(photos, tmp_path):
+    teacher = build(HONOURED, "vit")
+    convert(teacher, where=lambda path, module: path.startswith("layers.0."))
+    done = linearized(teacher, photos, tmp_path, attention="relu2", steps=4)
+    assert [block.path for block in done.blocks] == ["network.layers.1.attention"]
+    attentions = [options["attention"] for options in converted_modules(load(tmp_path)).values()]
+    assert attentions == ["sima", "relu2"]
+    again = linearize(None, out=tmp_path, resume=True, device="cpu", quiet=True)
+    assert again.metrics == done.metrics
 
 
 def test_the_pooling_head_of_siglip_keeps_its_softmax():

@@ -78,7 +78,7 @@ def linearize(
     loaded = _teacher(model, weights, pretrained)
     attention = attention or DEFAULT_ATTENTION
     recipe = with_overrides(_recipe(loaded, str(images), attention, size, steps, batch, model_kwargs), overrides)
-    check_attention_has_exp(loaded, recipe.data.size)
+    _check_teacher(loaded, recipe.data.size)
     options |= {"teacher": loaded.model, "classes": _class_names(loaded)}
     return _finish(train_linearization(recipe, out, **options), recipe, out)
 
@@ -92,7 +92,7 @@ def _check_same(out: str | Path, **given_and_saved: tuple[Any, Any]) -> None:
             )
 
 
-def check_attention_has_exp(loaded: LoadedModel, size: int) -> None:
+def _check_teacher(loaded: LoadedModel, size: int) -> None:
     """Raise where a teacher does not take images of this size, or its attentions are free of exp() already."""
     output_at(loaded.model, size, f"choose a size that {loaded.name} takes with --size")
     if not any(call.in_attention for call in audit(loaded.model, size).calls):

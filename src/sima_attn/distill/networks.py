@@ -102,12 +102,15 @@ def classes_of(model: nn.Module) -> int:
 
 def exchanged(teacher: nn.Module, student: nn.Module) -> list[str]:
     """Paths of the attentions in which the student differs from the teacher."""
-    theirs = dict(teacher.named_modules())
-    paths = [path for path in converted_modules(student) if core_of(student.get_submodule(path)) is not None] or [
-        path
-        for path, module in student.named_modules()
-        if isinstance(module, Attention) and type(theirs.get(path)) is not type(module)
-    ]
+    if isinstance(teacher, TimmInterface):  # where modules stay, and get another core
+        paths = [path for path in converted_modules(student) if path not in converted_modules(teacher)]
+    else:
+        theirs = dict(teacher.named_modules())
+        paths = [
+            path
+            for path, module in student.named_modules()
+            if isinstance(module, Attention) and type(theirs.get(path)) is not type(module)
+        ]
     if not paths:
         raise ValueError(
             f"teacher and student of this {type(teacher).__name__} have the same attentions: nothing would be "

@@ -213,7 +213,7 @@ class Linearization(Task):
 
     def write_result(self, folder: RunFolder, facts: dict[str, Any]) -> None:
         """Weights as of any run; of a model of transformers what `save_pretrained` writes."""
-        network = self.best.network
+        network = self.result()
         if isinstance(network, TimmInterface):
             save_folder(network, folder.path, Preprocessing.from_recipe(vars(self.recipe.data)))
         else:

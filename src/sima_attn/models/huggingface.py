@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from timm.data.constants import (
     IMAGENET_DEFAULT_MEAN,
     IMAGENET_DEFAULT_STD,
@@ -200,13 +199,14 @@ def describe(model: Any) -> dict[str, Any]:
 
 
 def build(description: Mapping[str, Any]) -> Any:
-    """The model of `describe`, with random weights."""
+    """The model of `describe`, with random weights; attentions that were converted are so again."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from sima_attn.conversion.saved import ConvertedConfig, converted_model_class
 
     cls = getattr(transformers, description["class"], None)
     if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
         raise ValueError(f"transformers {transformers.__version__} has no model class {description['class']!r}")
     config = CONFIG_MAPPING[description["config"]["model_type"]].from_dict(dict(description["config"]))
-    with torch.device("cpu"):
-        return cls(config)
+    return (converted_model_class(cls) if isinstance(config, ConvertedConfig) else cls)(config)
