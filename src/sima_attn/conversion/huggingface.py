@@ -66,7 +66,7 @@ def switch(module: Any, attention: str, options: dict[str, Any]) -> None:
             "them; load the encoder as ViTModel, or convert to 'sima'"
         )
     heads, dim = _heads_and_width(module)
-    like = next(module.parameters(), torch.empty(0))
+    like = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))  # others are quantized
     core: Any = with_mixin(AttentionCore, cls)(dim, heads, device=like.device, dtype=like.dtype, **options)
     for part in AROUND_THE_CORE:
         delattr(core, part)
