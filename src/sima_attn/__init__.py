@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from sima_attn.export.onnx import export_onnx
     from sima_attn.export.quantize import quantize_onnx
     from sima_attn.models import load_official, save_official
+    from sima_attn.models.loading import load
     from sima_attn.nn import (
         ATTENTIONS,
         SimAttention,
@@ -50,6 +51,7 @@ __all__ = [
     "export_onnx",
     "heatmap",
     "linearize",
+    "load",
     "load_official",
     "quantize_onnx",
     "save_official",
@@ -59,6 +61,7 @@ __all__ = [
 _HOMES = {
     "sima_attn.ops": ("ExpCounter", "SimaAccumulator", "choose_order", "sima_attention"),
     "sima_attn.models": ("load_official", "save_official"),
+    "sima_attn.models.loading": ("load",),
     "sima_attn.conversion": ("ConversionReport", "convert"),
     "sima_attn.distill.api": ("linearize",),
     "sima_attn.explain": ("heatmap",),

@@ -4,14 +4,15 @@ import copy
 
 import pytest
 import torch
-from transformers_models import HONOURED, SILENT, VISION, build, build_clip, features, image, outputs
 
 from closeness import assert_close
 from sima_attn.conversion import convert
-from sima_attn.conversion.huggingface import register, sima_for_transformers, switch_to_sima
+from sima_attn.conversion.huggingface import attend, core_of, register, switch
+from sima_attn.conversion.modules import Refused
 from sima_attn.conversion.placing import converted_modules
-from sima_attn.nn import SimMultiheadAttention
+from sima_attn.nn import SimMultiheadAttention, attention_class
 from sima_attn.ops import ExpCounter
+from transformers_models import HONOURED, MASKED, SILENT, VISION, build, build_clip, features, image, outputs
 
 transformers = pytest.importorskip("transformers")
 
@@ -32,6 +33,91 @@ def test_converts_every_layer_and_comes_back(name):
     assert all(torch.equal(model.state_dict()[key], value) for key, value in state.items())
     report.undo()
     assert torch.equal(outputs(model, pixel_values=image()), before)
+
+
+# Tokens before the patch tokens: class token, distillation token, registers.
+PREFIX_TOKENS = {
+    "vit": 1,
+    "deit": 2,
+    "dinov2": 1,
+    "dinov2_registers": 5,
+    "clip": 1,
+    "siglip": 0,
+    "beit": 1,
+    "vit_msn": 1,
+    "ijepa": 0,
+}
+
+
+@pytest.mark.parametrize("attention", ["sima_local", "relu2"])
+@pytest.mark.parametrize("name", PREFIX_TOKENS)
+def test_the_local_branch_sees_the_patch_tokens_and_learns(name, attention):
+    model = build(HONOURED, name)
+    before, keys = outputs(model, pixel_values=image()), list(model.state_dict())
+    report = convert(model, attention)
+    modules = [model.get_submodule(path) for path in converted_modules(model)]
+    cores = [core_of(module) for module in modules]
+    prefix = PREFIX_TOKENS[name]
+    assert [core.local.prefix_tokens for core in cores] == [prefix] * 2
+    # With filters that copy the token, the local branch of a patch token is v, and that of a prefix token is zero.
+    with torch.no_grad():
+        for core in cores:
+            core.local.weight[:, 0, 1, 1] = 1
+    seen = {}
+    cores[0].register_forward_hook(lambda core, args, o: seen.update(q=args[0], k=args[1], v=args[2], o=o))
+    outputs(model, pixel_values=image())
+    local = seen["o"] - cores[0].matrix(seen["q"], seen["k"]) @ seen["v"]
+    assert_close(local[:, :, prefix:], seen["v"][:, :, prefix:], 1e-4)
+    assert local[:, :, :prefix].abs().sum() < 1e-3
+    with torch.enable_grad():
+        model.train()(pixel_values=image()).last_hidden_state.square().sum().backward()
+    assert all(parameter.grad.abs().sum() > 0 for core in cores for parameter in core.parameters())
+    report.undo()
+    assert list(model.state_dict()) == keys
+    assert torch.equal(outputs(model.eval(), pixel_values=image()), before)
+
+
+@pytest.mark.parametrize("attention", ["xca", "elu", "efficient", "cosformer", "performer", "nystrom", "soft_full"])
+def test_other_attentions_of_the_registry(attention):
+    model = build(HONOURED, "vit")
+    try:
+        report = convert(model, attention)
+    except ValueError as error:
+        assert "one projection for queries and keys" in str(error)  # noqa: PT017
+        return
+    assert {one.new for one in report.converted} == {attention_class(attention).__name__}
+    assert report.proven
+
+
+def test_a_grid_that_is_not_square_is_seen_too():
+    config = transformers.ViTConfig(**{**VISION, "image_size": [48, 32]})
+    model = transformers.ViTModel(config).eval()
+    convert(model, "sima_local")
+    local = core_of(model.layers[0].attention).local
+    assert (local.grid, local.prefix_tokens) == ((6, 4), 1)
+    other = build(HONOURED, "vit")
+    convert(other, "sima_local", prefix_tokens=1, grid=(2, 8))  # what is given is taken
+    assert core_of(other.layers[0].attention).local.grid == (2, 8)
+
+
+def test_tokens_that_are_no_grid_are_refused_by_attentions_with_a_local_branch(tmp_path):
+    with pytest.raises(ValueError, match=r"117 tokens are not a grid of 4 x 4 plus 0 prefix tokens"):
+        convert(build(HONOURED, "yolos"), "sima_local")  # 100 detection tokens come after the patches
+    masked = build(MASKED, "vit_mae")
+    with pytest.raises(
+        ValueError, match=r"it sees some of the patches in a random order .* load the encoder as ViTModel"
+    ):
+        convert(masked, "relu2")
+    assert len(convert(masked, "sima").converted) == 3
+    masked = build(MASKED, "vit_mae")
+    masked.save_pretrained(tmp_path)
+    encoder = transformers.ViTModel.from_pretrained(tmp_path, add_pooling_layer=False).eval()
+    masked.config.mask_ratio = 0.0
+    in_order = torch.arange(16.0).expand(2, 16)
+    with torch.no_grad():
+        expected = masked.vit(image(), noise=in_order).last_hidden_state
+    assert_close(outputs(encoder, pixel_values=image()), expected, 1e-6)
+    assert len(convert(encoder, "sima_local").converted) == 2
 
 
 @pytest.mark.parametrize("name", SILENT)
@@ -64,7 +150,7 @@ def test_a_converted_part_stays_so_when_the_whole_cannot_be_converted():
     convert(model.vision_model, token_ref=9)
     entries, expected = model.config.vision_config.to_dict(), features(model)
     ids = torch.ones(1, 4, dtype=torch.long)
-    with pytest.raises(ValueError, match="is causal, which SimA cannot be"):
+    with pytest.raises(ValueError, match="is causal, which SimAttention cannot be"):
         convert(model, example_inputs={"input_ids": ids, "pixel_values": image(1)})
     assert model.config.vision_config.to_dict() == entries
     assert model.config.to_dict()["sima_attn"]["modules"].keys() == converted_modules(model).keys()
@@ -81,9 +167,10 @@ def test_what_is_sima_already_is_said_to_be():
 def test_the_proof_changes_no_mode():
     model = build(HONOURED, "vit").train()
     model.embeddings.eval()  # a frozen part
-    modes = [module.training for module in model.modules()]
+    modes = {module: module.training for module in model.modules()}
     assert convert(model).proven
-    assert [module.training for module in model.modules()] == modes
+    assert {module: module.training for module in modes} == modes
+    assert all(core_of(layer.attention).training for layer in model.layers)
 
 
 def test_a_compiled_part_takes_the_conversion():
@@ -108,11 +195,11 @@ def test_token_ref_reaches_the_operator():
     assert not torch.allclose(outputs(larger, pixel_values=image()), plain)
 
 
-def converted_module(name):
+def converted_module(name, attention="sima"):
     """A module of any class that calls transformers' attention interface, as far as the attention sees it."""
     module = type(name, (torch.nn.Module,), {})()
     module.config = transformers.ViTConfig(**VISION)
-    switch_to_sima(module)
+    switch(module, attention, {})
     return module
 
 
@@ -121,25 +208,38 @@ def test_padding_masks_are_honoured_and_other_masks_refused():
     q, k, v = torch.randn(3, 2, 4, 6, 8)
     keep = torch.arange(6) < torch.tensor([[6], [4]])
     mask = keep[:, None, None, :].expand(2, 1, 6, 6)
-    out, weights = sima_for_transformers(module, q, k, v, mask)
+    out, weights = attend(module, q, k, v, mask)
     assert weights is None
-    alone, _ = sima_for_transformers(module, q[1:, :, :4], k[1:, :, :4], v[1:, :, :4])
+    alone, _ = attend(module, q[1:, :, :4], k[1:, :, :4], v[1:, :, :4])
     assert_close(out[1:, :4], alone, 1e-6)
     causal = torch.ones(6, 6, dtype=torch.bool).tril().expand(2, 1, 6, 6)
     with pytest.raises(ValueError, match="different keys from different queries"):
-        sima_for_transformers(module, q, k, v, causal)
+        attend(module, q, k, v, causal)
     with pytest.raises(ValueError, match="cannot add a bias to pairs of tokens"):
-        sima_for_transformers(module, q, k, v, torch.zeros(2, 1, 6, 6))
-    with pytest.raises(ValueError, match="is causal, which SimA cannot be"):
-        sima_for_transformers(module, q, k, v, is_causal=True)
+        attend(module, q, k, v, torch.zeros(2, 1, 6, 6))
+    with pytest.raises(ValueError, match="is causal, which SimAttention cannot be"):
+        attend(module, q, k, v, is_causal=True)
+
+
+def test_attentions_that_cannot_honour_a_mask_or_other_keys_are_refused():
+    module = converted_module("SelfAttention", "relu2")
+    q, k, v = torch.randn(3, 2, 4, 16, 8)
+    with pytest.raises(ValueError, match=r"Relu2Attention takes no mask.*convert it to 'sima'"):
+        attend(module, q, k, v, torch.ones(2, 1, 16, 16, dtype=torch.bool))
+    with pytest.raises(Refused, match="other keys than queries, which 'sima_local' cannot take"):
+        converted_module("CrossAttention", "sima_local")
 
 
 def test_wrong_use_is_named():
     model = build(HONOURED, "vit")
-    with pytest.raises(ValueError, match="there is 'sima', but no 'elu'"):
-        convert(model, "elu")
-    with pytest.raises(ValueError, match=r"of the options \['norm'\] it takes token_ref only"):
-        convert(model, norm="l2")
+    convert(model, "relu2")
+    with pytest.raises(ValueError, match="it was converted to 'relu2' before; undo that first"):
+        convert(model, "sima")
+    model = build(HONOURED, "vit")
+    with pytest.raises(ValueError, match="it has softmax already"):
+        convert(model, "softmax")
+    with pytest.raises(ValueError, match=r"'sima' cannot be built with the options \{'nrom': 'l2'\}"):
+        convert(model, nrom="l2")
     text = transformers.BertModel(transformers.BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4))
     with pytest.raises(ValueError, match="takes 'input_ids', not an image: pass example_inputs"):
         convert(text)
@@ -168,8 +268,8 @@ def test_padding_of_the_keys_hides_no_query_of_cross_attention():
     """Not even where there are as many queries as keys."""
     q, k, v = torch.randn(3, 1, 2, 6, 4)
     mask = (torch.arange(6) < 3).expand(1, 1, 6, 6)
-    across, _ = sima_for_transformers(converted_module("CrossAttention"), q, k, v, attention_mask=mask)
-    within, _ = sima_for_transformers(converted_module("SelfAttention"), q, k, v, attention_mask=mask)
+    across, _ = attend(converted_module("CrossAttention"), q, k, v, attention_mask=mask)
+    within, _ = attend(converted_module("SelfAttention"), q, k, v, attention_mask=mask)
     assert (across != 0).all()
     assert (within[:, 3:] == 0).all()
 
@@ -216,7 +316,7 @@ def test_a_model_that_shares_the_configuration_is_not_switched_silently():
     report = convert(model)
     with pytest.raises(ValueError, match="build that from a copy of the configuration made before the conversion"):
         outputs(teacher, pixel_values=image(1))
-    with pytest.raises(ValueError, match="was not converted to SimA"):
+    with pytest.raises(ValueError, match="was not converted, but its configuration"):
         outputs(transformers.ViTModel(copy.deepcopy(model.config)).eval(), pixel_values=image(1))
     outputs(transformers.ViTModel(config).eval(), pixel_values=image(1))
     report.undo()
@@ -226,7 +326,7 @@ def test_a_model_that_shares_the_configuration_is_not_switched_silently():
 def test_the_bare_setting_of_transformers_is_refused():
     register()
     config = transformers.ViTConfig(**VISION)
-    model = transformers.AutoModel.from_config(config, attn_implementation="sima").eval()
+    model = transformers.AutoModel.from_config(config, attn_implementation="sima_attn").eval()
     with pytest.raises(ValueError, match=r"Convert a model with sima_attn\.convert"):
         outputs(model, pixel_values=image(1))
 

@@ -597,7 +597,7 @@ def test_what_is_sima_already_is_said_to_be():
     assert [(one.path, one.reason) for one in report.skipped] == [("blocks.0.attn", "it is 'sima' already")]
     with pytest.raises(ValueError, match="are 'sima' already"):
         convert(model)
-    with pytest.raises(ValueError, match="SimAttention of this package, which is not converted; build the model"):
+    with pytest.raises(ValueError, match="it was converted to 'sima' before; undo that first"):
         convert(model, "elu")
     for parts in ([SimMultiheadAttention(8, 2)], [SimClassAttention(8, 2)]):
         with pytest.raises(ValueError, match="are 'sima' already"):

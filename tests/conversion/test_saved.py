@@ -9,21 +9,19 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers_models import HONOURED, TEXT, TOKENS, VISION, build, build_clip, features, image, outputs
 
 from closeness import assert_close
 from fresh_imports import run_fresh
 from sima_attn.conversion import convert, load_pretrained
 from sima_attn.conversion.placing import converted_modules
 from sima_attn.conversion.saved import SEALS
+from transformers_models import HONOURED, MASKED, TEXT, TOKENS, VISION, build, build_clip, features, image, outputs
 
 transformers = pytest.importorskip("transformers")
 
-DECODER = {"decoder_hidden_size": 32, "decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 4}
-HONOURED = HONOURED | {
-    "vit_mae": ("ViTMAEForPreTraining", "ViTMAEConfig", {**VISION, **DECODER, "decoder_intermediate_size": 64})
-}
+HONOURED = HONOURED | MASKED
 ALONE = {
     "clip_vision": ("clip", "AutoModel"),
     "siglip_vision": ("siglip", "AutoModel"),
@@ -96,6 +94,42 @@ def test_a_local_branch_and_its_grid_are_saved(attention, tmp_path):
     again = transformers.AutoModelForImageClassification.from_pretrained(tmp_path).eval()
     assert again.timm_model.blocks[0].attn.local.grid == (4, 4)
     assert_close(answer(again), answer(model), 1e-6)
+
+
+def randomize_cores(model):
+    """Other numbers than those that an attention starts with; their names."""
+    names = [name for name, _ in model.named_parameters() if ".attention_core." in name]
+    for name in names:
+        torch.nn.init.normal_(model.get_parameter(name), std=0.1)
+    return names
+
+
+@pytest.mark.parametrize("attention", ["sima_local", "relu2"])
+@pytest.mark.parametrize("name", ["vit_classifier", "dinov2", "siglip_vision", "clip"])
+def test_the_parameters_of_an_attention_are_saved_and_loaded(name, attention, tmp_path):
+    model, _, auto = converted(name, attention=attention)
+    assert len(randomize_cores(model)) == (4 if attention == "sima_local" else 2)
+    expected = answer(model)
+    model.save_pretrained(tmp_path / "once")
+    load_pretrained(type(model), tmp_path / "once").save_pretrained(tmp_path / "twice")
+    again = auto.from_pretrained(tmp_path / "twice").eval()
+    assert converted_modules(again) == converted_modules(model)
+    assert_close(answer(again), expected, 1e-6)
+    for twin in (copy.deepcopy(again), pickle.loads(pickle.dumps(again))):
+        assert torch.equal(answer(twin), answer(again))
+
+
+def test_weights_and_options_that_do_not_fit_a_converted_attention_are_errors(tmp_path):
+    model, _, auto = converted("vit_classifier", attention="sima_local")
+    model.save_pretrained(tmp_path)
+    file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    weights = load_file(file)
+    save_file({name: w for name, w in weights.items() if not name.endswith(".gain")}, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"weights of converted attentions are missing: vit\.layers\.0.*\.gain"):
+        auto.from_pretrained(tmp_path)
+    config.write_text(config.read_text().replace('"prefix_tokens"', '"prefix"'))
+    with pytest.raises(ValueError, match=r"cannot be converted as it was when it was saved.*'prefix'"):
+        auto.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("name", [*ALONE, *NESTED])
@@ -264,7 +298,7 @@ def test_after_undo_it_is_saved_as_it_was(name, tmp_path):
     assert model.config.to_dict() == entries
     assert all(module.config is part.config for module in part.modules() if hasattr(module, "config"))
     model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="this is no model that was converted to SimA: load it with from_pretrained"):
+    with pytest.raises(ValueError, match="this is no converted model: load it with from_pretrained"):
         load_pretrained(type(model), tmp_path)
     assert torch.equal(features(type(model).from_pretrained(tmp_path).eval()), before)
 

@@ -10,7 +10,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from closeness import assert_close
-from sima_attn import assert_exp_free, linearize
+from sima_attn import assert_exp_free, linearize, load
 from sima_attn._settings import from_dict, to_dict, with_overrides
 from sima_attn.auditing.model import audit_named
 from sima_attn.cli import app
@@ -262,6 +262,49 @@ def test_bad_input_is_named_and_leaves_no_folder(tmp_path, teacher):
     with pytest.raises(ValueError, match=r"augment\.mixup must be 0"):
         linearized(teacher, out, overrides=["augment.mixup=0.5"])
     assert not out.exists()
+
+
+def test_teachers_that_cannot_be_linearized_are_named_and_leave_no_folder(tmp_path, done):
+    out, options = tmp_path / "run", {"attention": "sima", "device": "cpu", "quiet": True}
+    with pytest.raises(ValueError, match=r"the attention of student is free of exp\(\) already, so there is nothing"):
+        linearize(done[0], "digits", out, **{**options, "attention": "relu2"})
+    small = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=32)
+    with pytest.raises(
+        ValueError, match=r"cannot take images of 40 px: .*choose a size that vit_tiny_patch16_224 takes"
+    ):
+        linearize(small, "digits", out, size=40, **options)
+    arguments = {"depths": (1, 1, 1, 1), "img_size": 64, "window_size": 2}
+    biased = timm.create_model("swin_tiny_patch4_window7_224", **arguments)
+    with pytest.raises(ValueError, match=r"nothing in this SwinTransformer could be converted .* a position bias"):
+        linearize(biased, "digits", out, size=64, model_kwargs=arguments, **options)
+    with pytest.raises(ValueError, match="does not say which model of timm it is"):
+        linearize(torch.nn.Linear(2, 2), "digits", out, **options)
+    assert not out.exists()
+
+
+def test_a_run_is_resumed_with_its_own_model_and_attention_only(done, teacher):
+    out, _ = done
+    with pytest.raises(ValueError, match="has attention 'sima', got 'relu2'; omit it to resume"):
+        linearize(None, out=out, attention="relu2", resume=True)
+    with pytest.raises(ValueError, match="has size 8, got 16"):
+        linearize(None, out=out, size=16, resume=True)
+    with pytest.raises(ValueError, match=r"different recipe: model\.attention"):
+        linearized(teacher, out, attention="relu2", resume=True)
+    other = load_model(teacher).model
+    torch.nn.init.normal_(other.head.weight)
+    settings = RunFolder(out).read_recipe(LinearizeRecipe).model
+    with pytest.raises(ValueError, match="has another teacher than the model given; omit the model"):
+        linearize(other, "digits", out, attention="sima", model_kwargs=settings.kwargs, resume=True)
+    with pytest.raises(ValueError, match="takes both of them from the run"):
+        linearize(None, "digits", out, resume=True)
+
+
+def test_load_returns_the_student(done):
+    out, result = done
+    model, images = load(out), torch.randn(2, 3, 8, 8)
+    assert not model.training
+    assert torch.equal(model(images), result.model(images))
+    assert load(out, features=True)(images).shape == (2, model.num_features)
 
 
 def test_a_finished_run_is_not_overwritten(done, teacher):

@@ -17,11 +17,13 @@ app = typer.Typer()
 @app.command("linearize")
 def linearize_command(
     model: Annotated[
-        str | None, Argument(metavar="MODEL", help="The teacher: a timm name, NAME=WEIGHTS, a run's folder or a file.")
+        str | None, Argument(metavar="MODEL", help="The teacher: a timm name, NAME=WEIGHTS, a folder or a file.")
     ] = None,
     images: Annotated[str | None, Option(help="Folder of images, labels are not needed; or digits.")] = None,
     out: Annotated[Path, Option(help="Folder of the run.")] = Path("runs/linearize"),
-    attention: Annotated[str, Option(help="The new attention, e.g. sima, sima_local or relu2.")] = "sima_local",
+    attention: Annotated[
+        str | None, Option(help="The new attention, e.g. sima, sima_local or relu2.", show_default="sima_local")
+    ] = None,
     size: Annotated[int | None, Option(help="Side of the images. Default: the teacher's.", min=1)] = None,
     steps: Annotated[int, Option(help="Training steps.", min=4)] = 1000,
     batch: Annotated[int, Option(help="Images per step.", min=1)] = 48,

@@ -6,11 +6,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sima_attn.conversion.huggingface import calls_interface, example_pixels, is_pretrained_model, recorded_callers
+from sima_attn.conversion.huggingface import (
+    AttentionCore,
+    calls_interface,
+    core_of,
+    example_pixels,
+    is_pretrained_model,
+)
 from sima_attn.conversion.modules import SAME_FUNCTION, Exchange, Refused, looks_like_attention
 from sima_attn.conversion.placing import CONVERTED, can_be_placed, place
 from sima_attn.conversion.report import SAME_NOTE, ConversionReport, Skipped
-from sima_attn.conversion.trial import called_modules, example_image
+from sima_attn.conversion.trial import called_modules, example_image, token_layouts
 from sima_attn.nn import (
     ATTENTIONS,
     Attention,
@@ -35,8 +41,7 @@ def convert(
 
     Args:
         model: The model, or any module that holds attentions.
-        attention: Name of a registered attention. `torch.nn.MultiheadAttention` and attentions of transformers take
-            "sima" only.
+        attention: Name of a registered attention. `torch.nn.MultiheadAttention` takes "sima" only.
         where: `where(path, module)` returns False for attentions to leave alone.
         example_inputs: Inputs of one forward, by which the conversion is proven: a tensor, a tuple, or a dict of
             keyword inputs. By default a black image, where the model says its size.
@@ -55,11 +60,9 @@ def convert(
     attention_class(attention)  # an unknown name is an error
     report = ConversionReport(type(model).__name__, attention)
     try:
-        _convert_modules(model, attention, where, options, report)
+        _convert_modules(model, attention, where, options, example_inputs, report)
         if report.converted:
-            if example_inputs is None:
-                example_inputs = example_pixels(model) if is_pretrained_model(model) else example_image(model)
-            _prove(model, example_inputs, report)
+            _prove(model, _inputs(model, example_inputs), report)
     except BaseException as error:
         report.undo()  # all of it or nothing
         if isinstance(error, TypeError) and options:
@@ -76,8 +79,17 @@ def convert(
 
 
 def _convert_modules(
-    model: nn.Module, attention: str, where: Where | None, options: dict[str, Any], report: ConversionReport
+    model: nn.Module,
+    attention: str,
+    where: Where | None,
+    options: dict[str, Any],
+    example_inputs: Any,
+    report: ConversionReport,
 ) -> None:
+    layouts: dict[nn.Module, dict[str, Any]] = {}
+    if attention_class(attention).has_local_branch:
+        callers = [module for module in model.modules() if calls_interface(module) and CONVERTED not in vars(module)]
+        layouts = token_layouts(model, _inputs(model, example_inputs), callers) if callers else {}
     exchanged: dict[nn.Module, Exchange] = {}
     holds_pretrained = any(is_pretrained_model(module) for module in model.modules())
     if holds_pretrained:
@@ -95,7 +107,7 @@ def _convert_modules(
             report.skipped.append(Skipped(path, kind, "`where` left it out"))
             continue
         try:
-            placement = place(model, path, attention, options, exchanged)
+            placement = place(model, path, attention, {**layouts.get(module, {}), **options}, exchanged)
         except Refused as refused:
             report.skipped.append(Skipped(path, kind, str(refused)))
             continue
@@ -109,8 +121,11 @@ def _convert_modules(
 
 def _why_not_convertible(module: nn.Module, attention: str) -> str | None:
     """Why a module that looks like an attention stays as it is; None for any other module."""
-    if calls_interface(module):
-        return _already("sima")
+    if isinstance(module, AttentionCore):
+        return None  # the module that holds it is reported
+    if CONVERTED in vars(module):
+        has = vars(module)[CONVERTED]["attention"]
+        return _already(attention) if has == attention else f"it was converted to {has!r} before; undo that first"
     if isinstance(module, (Attention, *SIMA_FORMS)):
         registered = [name for cls in type(module).__mro__ for name, known in ATTENTIONS.items() if cls is known]
         is_wanted = registered[:1] == [attention] or (attention == "sima" and isinstance(module, SIMA_FORMS))
@@ -127,22 +142,29 @@ def _already(attention: str) -> str:
     return f"it is {attention!r} already"
 
 
+def _inputs(model: nn.Module, example_inputs: Any) -> Any:
+    """The inputs of one forward: those given, a black image, or None where nothing is known."""
+    if example_inputs is not None:
+        return example_inputs
+    return example_pixels(model) if is_pretrained_model(model) else example_image(model)
+
+
 def _prove(model: nn.Module, inputs: Any, report: ConversionReport) -> None:
     """Run the model once; raise where a converted attention is not called, so that something else is."""
     if inputs is None:
         return
     converted = {one.path: model.get_submodule(one.path) for one in report.converted}
+    # A module of transformers that runs, and calls another attention than its core, is idle too.
+    converted = {path: core_of(module) or module for path, module in converted.items()}
     try:
-        with recorded_callers() as callers:
-            called = called_modules(model, inputs, converted.values())
+        called = called_modules(model, inputs, converted.values())
     except Exception as error:
         shown = f"an image of {list(inputs.shape)}" if isinstance(inputs, Tensor) else "its example_inputs"
         raise ValueError(
             f"the converted {type(model).__name__} does not run on {shown} ({type(error).__name__}: {error}); pass "
             "example_inputs, inputs that it takes, or leave out with `where` what cannot be converted"
         ) from error
-    # A module of transformers that runs, and calls another attention than ours, is idle too.
-    idle = [path for path, one in converted.items() if one not in (callers if calls_interface(one) else called)]
+    idle = [path for path, one in converted.items() if one not in called]
     if idle:
         raise ValueError(
             f"converted attentions did not run in one forward of the model: {', '.join(idle)}. Either what is around "

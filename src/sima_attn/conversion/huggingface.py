@@ -1,25 +1,28 @@
-"""Attentions of transformers that call its attention interface, switched to SimA one by one.
+"""Attentions of transformers that call its attention interface, switched to another attention one by one.
 
 transformers looks an attention up by the name in the configuration that a module holds, and many modules hold the same
-configuration. So a converted module gets a copy of it, which names SimA. What the conversion leaves in the
-configuration of the model, and so on disk, is in saved.py.
+configuration. So a converted module gets a copy of it, which names `attend`, and a child module, the core: a registered
+attention without its projections, which the module has itself. Parameters of the core, such as the gain per head of
+"sima_local", are so trained, moved and saved with the model. What the conversion leaves in the configuration of the
+model, and so on disk, is in saved.py.
+
+Shapes: B batch, H heads, N tokens, D channels per head.
 """
 
 import inspect
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sima_attn.conversion.mixins import without_mixin
-from sima_attn.ops import sima_attention
-from sima_attn.ops.api import check_token_ref
+from sima_attn.conversion.mixins import Mixin, with_mixin, without_mixin
+from sima_attn.conversion.modules import SAME_FUNCTION, Refused
+from sima_attn.nn import Attention, SimAttention, attention_class
 
-NAME = "sima"
-TOKEN_REF = "_sima_token_ref"  # in the configuration of a converted module
+NAME = "sima_attn"  # of `attend`, in transformers' table of attentions
+CORE = "attention_core"  # child of a converted module
+AROUND_THE_CORE = ("qkv", "q_norm", "k_norm", "norm", "proj", "proj_drop")  # which the module does itself
 SHARED = "_sima_shared_config"  # in a copy of a configuration: the one it was copied from
 
 
@@ -37,12 +40,71 @@ def calls_interface(module: Any) -> bool:
     return any("ALL_ATTENTION_FUNCTIONS" in part.__code__.co_names for part in methods if inspect.isfunction(part))
 
 
-def switch_to_sima(module: Any, token_ref: float | None = None) -> None:
-    """Let one module, which calls the interface, call SimA."""
-    check_token_ref(token_ref)
+class AttentionCore(Mixin):
+    """An attention that gets q, k and v from the module that holds it, and has no projections of its own."""
+
+    def forward(self: Any, q: Tensor, k: Tensor, v: Tensor, **masks) -> Tensor:
+        """q, k, v [B, H, N, D] -> o [B, H, N, D]."""
+        return self.core(q, k, v, **masks)
+
+
+def switch(module: Any, attention: str, options: dict[str, Any]) -> None:
+    """Let one module, which calls the interface, call a registered attention; raises Refused with the reason why not.
+
+    The new parameters are those that the attention starts with.
+    """
+    cls = attention_class(attention)
+    if attention in SAME_FUNCTION["Attention"]:
+        raise Refused("it has softmax already")
+    if cls.ties_qk:
+        raise Refused(f"{attention!r} has one projection for queries and keys, this attention has two")
+    if cls.has_local_branch and _is_cross_attention(module):
+        raise Refused(f"it has other keys than queries, which {attention!r} cannot take")
+    if cls.has_local_branch and drops_patches(module.config):
+        raise Refused(
+            f"it sees some of the patches in a random order (ViT-MAE), and {attention!r} has a convolution over all of "
+            "them; load the encoder as ViTModel, or convert to 'sima'"
+        )
+    heads, dim = _heads_and_width(module)
+    like = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))  # others are quantized
+    core: Any = with_mixin(AttentionCore, cls)(dim, heads, device=like.device, dtype=like.dtype, **options)
+    for part in AROUND_THE_CORE:
+        delattr(core, part)
     register()
     set_implementation(module, NAME)
-    vars(module.config)[TOKEN_REF] = token_ref
+    module.add_module(CORE, core.train(module.training))
+
+
+def drops_patches(config: Any) -> bool:
+    """True for ViT-MAE: its attentions see some of the patches, in a random order even at a mask ratio of 0."""
+    return type(config).model_type == "vit_mae"  # not that of the object: a ViT may be loaded from a file of ViT-MAE
+
+
+def switch_back(module: Any) -> None:
+    """Undo `switch`."""
+    delattr(module, CORE)
+    module.config = shared_config(module)
+
+
+def core_of(module: nn.Module) -> Attention | None:
+    """The attention that a converted module of transformers calls; None for any other module."""
+    core: Any = module._modules.get(CORE)
+    return core if isinstance(core, AttentionCore) else None  # type: ignore[return-value]  # mixed into one
+
+
+def _heads_and_width(module: Any) -> tuple[int, int]:
+    """(H, H * D) of an attention of transformers, by the names that its classes have for them."""
+
+    def first(*places: tuple[Any, str]) -> int | None:
+        return next((getattr(owner, name) for owner, name in places if getattr(owner, name, None)), None)
+
+    config = module.config
+    heads = first((module, "num_heads"), (module, "num_attention_heads"), (config, "num_attention_heads"))
+    head_dim = first((module, "head_dim"), (module, "attention_head_size"))
+    width = first((config, "hidden_size")) if heads is None or head_dim is None else heads * head_dim
+    if heads is None or width is None:
+        raise Refused("it does not say how many heads it has, and how wide they are")
+    return heads, width
 
 
 def set_implementation(module: Any, implementation: str) -> None:
@@ -58,15 +120,15 @@ def shared_config(module: Any) -> Any:
 
 
 def register() -> None:
-    """Make the name "sima" known to transformers; calling it again changes nothing."""
+    """Make `attend` known to transformers; calling it again changes nothing."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    AttentionInterface.register(NAME, sima_for_transformers)
+    AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, sdpa_mask)  # otherwise padding masks are dropped silently
 
 
-def sima_for_transformers(
+def attend(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -76,24 +138,31 @@ def sima_for_transformers(
     dropout: float = 0.0,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """SimA as transformers calls an attention: q, k, v [B, H, N, D] -> [B, N, H, D] and no weights.
+    """The core of a module as transformers calls an attention: q, k, v [B, H, N, D] -> [B, N, H, D] and no weights.
 
-    SimA has no scale and no attention matrix: `scaling` and `dropout` have no place in it.
+    Our attentions have a scale of their own, and no attention matrix: `scaling` and `dropout` have no place in them.
     """
-    if TOKEN_REF not in vars(module.config):
+    core = core_of(module)
+    if core is None:
         raise ValueError(
-            f"this {type(module).__name__} was not converted to SimA, but its configuration is that of a converted "
-            "model, or has attn_implementation='sima'. Convert a model with sima_attn.convert, and load a converted "
-            "one with an Auto class of transformers or with sima_attn.conversion.load_pretrained. To have a softmax "
-            "model beside it, build that from a copy of the configuration made before the conversion"
+            f"this {type(module).__name__} was not converted, but its configuration is that of a converted model, or "
+            f"has attn_implementation={NAME!r}. Convert a model with sima_attn.convert, and load a converted one with "
+            "an Auto class of transformers or with sima_attn.conversion.load_pretrained. To have a softmax model "
+            "beside it, build that from a copy of the configuration made before the conversion"
         )
+    kind = without_mixin(type(core)).__name__
     if kwargs.get("is_causal") or (kwargs.get("is_causal") is None and getattr(module, "is_causal", False)):
-        raise ValueError(f"{type(module).__name__} is causal, which SimA cannot be: its norms run over all tokens")
-    key_mask = None if attention_mask is None else _key_mask(attention_mask)
-    query_mask = None if _is_cross_attention(module) or query.shape[2] != key.shape[2] else key_mask
-    token_ref = vars(module.config)[TOKEN_REF]
-    o = sima_attention(query, key, value, key_mask=key_mask, query_mask=query_mask, token_ref=token_ref)
-    return o.transpose(1, 2).contiguous(), None
+        raise ValueError(
+            f"{type(module).__name__} is causal, which {kind} cannot be: its sums run over all tokens; leave it out "
+            "with `where`"
+        )
+    masks: dict[str, Tensor] = {}
+    if attention_mask is not None:
+        if not isinstance(core, SimAttention):
+            raise ValueError(f"{kind} takes no mask, and this model gives its attention one; convert it to 'sima'")
+        across = _is_cross_attention(module) or query.shape[2] != key.shape[2]
+        masks = {"key_mask" if across else "token_mask": _key_mask(attention_mask)}
+    return core(query, key, value, **masks).transpose(1, 2).contiguous(), None
 
 
 def _is_cross_attention(module: nn.Module) -> bool:
@@ -110,26 +179,6 @@ def _key_mask(mask: Tensor) -> Tensor:
     if not torch.compiler.is_compiling() and bool((mask[:, 0] != (rows[:, :, None] & keys[:, None, :])).any()):
         raise ValueError("SimA cannot mask pairs of tokens; this mask hides different keys from different queries")
     return keys
-
-
-@contextmanager
-def recorded_callers() -> Iterator[set[nn.Module]]:
-    """Collects the modules that call SimA through the interface."""
-    callers: set[nn.Module] = set()
-    if "transformers" not in sys.modules:
-        yield callers
-        return
-    from transformers import AttentionInterface
-
-    def recorded(module: nn.Module, *args, **kwargs):
-        callers.add(module)
-        return sima_for_transformers(module, *args, **kwargs)
-
-    AttentionInterface.register(NAME, recorded)
-    try:
-        yield callers
-    finally:
-        AttentionInterface.register(NAME, sima_for_transformers)
 
 
 def example_pixels(model: Any) -> dict[str, Tensor]:

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from sima_attn.conversion.huggingface import calls_interface, is_pretrained_model, shared_config, switch_to_sima
-from sima_attn.conversion.modules import Exchange, Refused, exchange, is_convertible, only, restore
+from sima_attn.conversion.huggingface import calls_interface, core_of, is_pretrained_model, switch, switch_back
+from sima_attn.conversion.modules import Exchange, Refused, exchange, is_convertible, restore
 from sima_attn.conversion.report import Converted
 from sima_attn.nn import attention_class
 
@@ -129,18 +129,17 @@ def _put_back(model: nn.Module, path: str, old: nn.Module, swap: Exchange) -> No
 
 
 def _switch(path: str, module: Any, attention: str, options: dict[str, Any]) -> Placement:
-    if attention != "sima":
-        raise Refused(f"through transformers' attention interface there is 'sima', but no {attention!r}")
-    switch_to_sima(module, **only(options, ("token_ref",)))
+    names = tuple(name for name, _ in module.named_parameters())
+    switch(module, attention, options)
     hook = _tag(module, attention, options)
 
     def undo() -> None:
         hook.remove()
         del vars(module)[CONVERTED]
-        module.config = shared_config(module)
+        switch_back(module)
 
-    names = tuple(name for name, _ in module.named_parameters())
-    return Placement(Converted(path, type(module).__name__, "sima_attention", names, ()), lambda: None, undo)
+    new = type(core_of(module)).__name__
+    return Placement(Converted(path, type(module).__name__, new, names, ()), lambda: None, undo)
 
 
 def _tag(module: nn.Module, attention: str, options: dict[str, Any]) -> Any:

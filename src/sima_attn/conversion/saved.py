@@ -7,14 +7,15 @@ imported, the Auto classes know that type, and build the model with its attentio
 - The written configuration is sealed. It has an entry that every other configuration class refuses to set, with or
   without this package, at any depth.
 - A configuration that was read names no attention that transformers knows: no other model can be built from it.
-- The configuration of a converted model in memory names SimA as the attention of the whole model. Another model that
+- The configuration of a converted model in memory names our attention as that of the whole model. Another model that
   was built from it, and not converted, raises at its first attention.
 """
 
 import inspect
 from collections.abc import Iterator
 from copy import deepcopy
-from functools import cache, reduce
+from functools import cache, partial, reduce
+from pathlib import Path
 from typing import Any, ClassVar
 
 from transformers import PretrainedConfig  # the name that older versions have too: this runs when they are imported
@@ -32,7 +33,7 @@ IN_USE = "_sima_in_use"  # set where a model with converted attentions has this 
 # In a live configuration the property hides the entry. Two, because transformers may drop one of them.
 SEALS = ("use_return_dict", "sub_configs")
 SEAL = (
-    "converted to SimA attention: install sima-attn, import sima_attn, and load this model with an Auto class of "
+    "converted to another attention: install sima-attn, import sima_attn, and load this model with an Auto class of "
     "transformers or with sima_attn.conversion.load_pretrained(MODEL_CLASS, PATH)"
 )
 
@@ -50,7 +51,7 @@ class ConvertedConfig(Mixin):
     def _attn_implementation_internal(self, value: str | None) -> None:
         if value not in (NAME, None):
             raise ValueError(
-                f"attn_implementation={value!r} cannot be set: the attentions of this model were converted to SimA. "
+                f"attn_implementation={value!r} cannot be set: the attentions of this model were converted. "
                 "Remove the argument; report.undo() takes a conversion back"
             )
 
@@ -89,7 +90,7 @@ class SavedConfig(PretrainedConfig):
             entries = entries[key]
             marks = [(keys[1:], modules) for keys, modules in marks if keys[:1] == (key,)]
         if not marks:
-            raise ValueError("this is no model that was converted to SimA: load it with from_pretrained")
+            raise ValueError("this is no converted model: load it with from_pretrained")
         read: Any = (cls.original or CONFIG_MAPPING[entries["model_type"]]).from_dict(entries, **kwargs)
         config = read[0] if kwargs.get("return_unused_kwargs") else read
         whole: dict[tuple[str, ...], dict[str, Any]] = {(): {}}  # a ConvertedConfig too, for the Auto classes
@@ -117,9 +118,21 @@ class ConvertedModel(Mixin):
             if CONVERTED not in vars(self.get_submodule(path)):  # by a part that is a ConvertedModel itself
                 try:
                     place(self, path, options.pop("attention"), options, exchanged)
-                except Refused as refused:
-                    raise ValueError(f"{path} cannot be converted as it was when it was saved: {refused}") from refused
+                except (Refused, TypeError) as error:  # TypeError: options that the attention does not have
+                    raise ValueError(f"{path} cannot be converted as it was when it was saved: {error}") from error
         write_marks(self)
+
+    @classmethod
+    def from_pretrained(cls, *args, output_loading_info: bool = False, **kwargs) -> Any:
+        """As for any model; weights of converted attentions that are not there are an error, not a log message."""
+        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)  # type: ignore[misc]
+        attentions = tuple(f"{path}." for path in converted_modules(model))
+        if missing := sorted(name for name in info["missing_keys"] if name.startswith(attentions)):
+            raise ValueError(
+                f"weights of converted attentions are missing: {', '.join(missing[:5])}. config.json and the weights "
+                "are not of the same model; save the converted model again with save_pretrained"
+            )
+        return (model, info) if output_loading_info else model
 
 
 @cache
@@ -160,6 +173,23 @@ def load_pretrained(model_class: Any, path: Any, **kwargs) -> Any:
         return converted_model_class(without_mixin(model_class)).from_pretrained(path, **kwargs)
     where = {name: kwargs[name] for name in ("subfolder", "revision", "cache_dir", "token") if name in kwargs}
     return model_class.from_pretrained(path, config=SavedConfig.from_pretrained(path, **where), **kwargs)
+
+
+def load_saved(folder: Path) -> Any:
+    """The model that `save_pretrained` has written, converted or not, in the class that was saved."""
+    import transformers
+
+    entries, _ = PretrainedConfig.get_config_dict(folder, local_files_only=True)
+    names = entries.get("architectures") or []
+    model_class = getattr(transformers, str(names[0]), None) if names else transformers.AutoModel
+    if model_class is None:
+        raise ValueError(
+            f"transformers {transformers.__version__} has no model class {names[0]!r}, of which {folder} is; install "
+            "the version of transformers that saved it"
+        )
+    is_converted = any(True for _ in _unseal(deepcopy(entries)))
+    load = partial(load_pretrained, model_class) if is_converted else model_class.from_pretrained
+    return load(folder, local_files_only=True)
 
 
 def write_marks(model: Any) -> None:

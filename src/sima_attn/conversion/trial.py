@@ -1,4 +1,4 @@
-"""One forward of a model, to see which of its modules really run: what a conversion is proven by."""
+"""One forward of a model, to see which of its modules really run, and on which tokens: the proof of a conversion."""
 
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sima_attn.nn.eval_mode import eval_mode
+from sima_attn.nn.grid import MOST_PREFIX_TOKENS
 
 
 def called_modules(model: nn.Module, inputs: Any, watched: Iterable[nn.Module]) -> set[nn.Module]:
@@ -16,14 +17,53 @@ def called_modules(model: nn.Module, inputs: Any, watched: Iterable[nn.Module]) 
     `inputs` is a tensor, a tuple, or a dict of keyword inputs. What is compiled runs uncompiled: torch.compile would
     look the modules up again at its next call, and takes long.
     """
-    args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
-    args = (args,) if isinstance(args, Tensor) else tuple(args)
     called: set[nn.Module] = set()
-    with ExitStack() as hooks, eval_mode(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    with ExitStack() as hooks:
         for module in set(watched):
             hooks.callback(module.register_forward_pre_hook(lambda module, _: called.add(module)).remove)
-        model(*args, **kwargs)
+        _run(model, inputs)
     return called
+
+
+def token_layouts(model: nn.Module, inputs: Any, watched: Iterable[nn.Module]) -> dict[nn.Module, dict[str, Any]]:
+    """The options `prefix_tokens` and `grid` of the watched attentions, seen in one forward; {} without inputs.
+
+    The grid is the last feature map of a convolution before an attention. Other tokens are prefix tokens, up to 8;
+    where there are more, or fewer tokens than positions, the options fit no layout, and the attention raises.
+    """
+    layouts: dict[nn.Module, dict[str, Any]] = {}
+    grid: list[int] = []
+
+    def keep_grid(module: nn.Module, inputs: Any, feature_map: Tensor) -> None:
+        grid[:] = feature_map.shape[-2:]
+
+    def keep_layout(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tokens = args[0] if args else kwargs.get("hidden_states")
+        if not grid or not isinstance(tokens, Tensor) or tokens.dim() != 3:
+            return
+        prefix = tokens.shape[1] - grid[0] * grid[1]
+        fits = 0 <= prefix <= MOST_PREFIX_TOKENS
+        layouts[module] = {"prefix_tokens": prefix if fits else 0}
+        if grid[0] != grid[1] or not fits:
+            layouts[module]["grid"] = tuple(grid)
+
+    if inputs is None:
+        return layouts
+    with ExitStack() as hooks:
+        for module in model.modules():
+            if isinstance(module, nn.Conv2d):
+                hooks.callback(module.register_forward_hook(keep_grid).remove)
+        for module in watched:
+            hooks.callback(module.register_forward_pre_hook(keep_layout, with_kwargs=True).remove)
+        _run(model, inputs)
+    return layouts
+
+
+def _run(model: nn.Module, inputs: Any) -> None:
+    args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
+    args = (args,) if isinstance(args, Tensor) else tuple(args)
+    with eval_mode(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        model(*args, **kwargs)
 
 
 def example_image(model: nn.Module) -> Tensor | None:

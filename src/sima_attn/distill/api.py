@@ -9,15 +9,19 @@ from typing import Any
 from torch import nn
 
 from sima_attn._settings import from_dict, with_overrides
+from sima_attn.auditing import audit
+from sima_attn.conversion.huggingface import drops_patches, is_pretrained_model
 from sima_attn.data.settings import Augment, Data
 from sima_attn.distill.networks import classes_of, settings_of
 from sima_attn.distill.recipes import DEFAULT_BUDGET, LinearizeRecipe, Stages, Transfer, epochs_for
 from sima_attn.distill.result import Linearized
 from sima_attn.distill.task import open_images, train_linearization
+from sima_attn.models.huggingface import TimmInterface, check_takes_images, preprocessing_of
 from sima_attn.models.loading import LoadedModel, load_model
 from sima_attn.models.loading import classes_of as class_names_of
 from sima_attn.models.preprocessing import Preprocessing
 from sima_attn.models.settings import ModelSettings
+from sima_attn.train.classify import output_at
 from sima_attn.train.recipes import Optim, Run
 from sima_attn.train.run import RunFolder
 
@@ -30,7 +34,7 @@ def linearize(
     images: str | Path | None = None,
     out: str | Path = "runs/linearize",
     *,
-    attention: str = DEFAULT_ATTENTION,
+    attention: str | None = None,
     size: int | None = None,
     steps: int = DEFAULT_STEPS,
     batch: int = 48,
@@ -49,13 +53,14 @@ def linearize(
 
     The old model is the teacher. First each new attention learns the teacher's output for the teacher's input, all of
     them in one pass; then the whole network learns the teacher's final tokens and logits. The run folder `out` holds
-    the weights with the best final tokens on held-out images; `load_model(out)` and all commands take it.
+    the weights with the best final tokens on held-out images; `sima_attn.load(out)` and all commands take it.
 
     Args:
-        model: A timm model with its weights, the name of one, or a run folder or file of `sima train`. None resumes.
+        model: A timm or transformers model with its weights, the name of a timm model, a run folder or file of
+            `sima train`, or a folder of `save_pretrained`. Of a CLIP or SigLIP model, the vision model. None resumes.
         images: A folder of images; those in train/ and val/, or part of them is held out. "digits" needs no files.
         out: The run folder.
-        attention: Name of the new attention.
+        attention: Name of the new attention; "sima_local" by default.
         size: Side of the images in pixels; by default the size that the model was trained with.
         steps: Training steps: half of them block by block, a quarter for the attentions in the network, and a quarter
             for all weights.
@@ -68,18 +73,41 @@ def linearize(
         weights, pretrained: For a name, see `load_model`.
         model_kwargs: For a model: the arguments of timm.create_model that it was created with, such as img_size.
         overrides: Further settings of the recipe, such as "optim.lr=1e-3".
-        resume: Resume the run in `out`.
+        resume: Resume the run in `out`, which needs no other argument; those that are given must be as they were.
     """
-    if resume:
-        recipe = with_overrides(RunFolder(Path(out)).read_recipe(LinearizeRecipe), overrides)
-        return train_linearization(recipe, out, resume=True, device=device, quiet=quiet)
+    options: dict[str, Any] = {"resume": resume, "device": device, "quiet": quiet}
+    if resume and model is None and images is None:
+        saved = RunFolder(Path(out)).read_recipe(LinearizeRecipe)
+        _check_same(out, attention=(attention, saved.model.attention), size=(size, saved.data.size))
+        return _unwrapped(train_linearization(with_overrides(saved, overrides), out, **options))
     if model is None or images is None:
-        raise ValueError("a linearization needs a model and images; only resume=True takes them from the run")
+        raise ValueError("a linearization needs a model and images; only resume=True takes both of them from the run")
     loaded = _teacher(model, weights, pretrained)
+    attention = attention or DEFAULT_ATTENTION
     recipe = _recipe(loaded, str(images), attention, size, steps, batch, model_kwargs)
     recipe = with_overrides(_with_choices(recipe, keep, budget, finetune), overrides)
-    options: dict[str, Any] = {"teacher": loaded.model, "classes": _class_names(loaded)}
-    return train_linearization(recipe, out, device=device, quiet=quiet, **options)
+    _check_teacher(loaded, recipe.data.size)
+    options |= {"teacher": loaded.model, "classes": _class_names(loaded)}
+    return _unwrapped(train_linearization(recipe, out, **options))
+
+
+def _check_same(out: str | Path, **given_and_saved: tuple[Any, Any]) -> None:
+    for name, (given, saved) in given_and_saved.items():
+        if given not in (None, saved):
+            raise ValueError(
+                f"the run in {out} has {name} {saved!r}, got {given!r}; omit it to resume, or start a new run with "
+                "another --out"
+            )
+
+
+def _check_teacher(loaded: LoadedModel, size: int) -> None:
+    """Raise where a teacher does not take images of this size, or its attentions are free of exp() already."""
+    output_at(loaded.model, size, f"choose a size that {loaded.name} takes with --size")
+    if not any(call.in_attention for call in audit(loaded.model, size).calls):
+        raise ValueError(
+            f"the attention of {loaded.name} is free of exp() already, so there is nothing to linearize; give a model "
+            "with softmax attention"
+        )
 
 
 def _teacher(model: nn.Module | str | Path, weights: str | Path | None, pretrained: bool | None) -> LoadedModel:
@@ -88,15 +116,33 @@ def _teacher(model: nn.Module | str | Path, weights: str | Path | None, pretrain
             raise ValueError(
                 "weights and pretrained go with the name of a model, not with a model that has its weights"
             )
-        preprocessing: Any = Preprocessing.of_model(model)
-        copied = copy.deepcopy(model)  # it will be frozen, and moved to the device
-        return LoadedModel(settings_of(model).name, copied, preprocessing, *class_names_of(model))
-    loaded = load_model(model, weights=weights, pretrained=pretrained)
+        copied: nn.Module = copy.deepcopy(model)  # it will be frozen, and moved to the device
+        if is_pretrained_model(model):
+            copied = TimmInterface(check_takes_images(copied), preprocessing_of(copied))
+        preprocessing: Any = Preprocessing.of_model(copied)
+        return _check_gives_tokens(
+            LoadedModel(settings_of(copied).name, copied, preprocessing, *class_names_of(copied))
+        )
+    loaded = _check_gives_tokens(load_model(model, weights=weights, pretrained=pretrained))
     if not loaded.trained:
         raise ValueError(
             f"{model} has random weights, from which there is nothing to learn; give trained ones with --pretrained or "
             "--weights, or the folder of a run"
         )
+    return loaded
+
+
+def _check_gives_tokens(loaded: LoadedModel) -> LoadedModel:
+    """The model, in float32; raises for models of transformers that do not give the tokens of the whole image."""
+    model = loaded.model
+    if not isinstance(model, TimmInterface):
+        return loaded
+    if drops_patches(model.encoder.config):
+        raise ValueError(
+            f"{type(model.network).__name__} drops patches at random; load its encoder as a ViT, which has the same "
+            "weights: ViTModel.from_pretrained(FOLDER, add_pooling_layer=False)"
+        )
+    model.float()  # transformers loads the dtype of the file
     return loaded
 
 
@@ -150,3 +196,9 @@ def _with_choices(recipe: LinearizeRecipe, keep: int | str, budget: float | None
 
 def _class_names(loaded: LoadedModel) -> list[str]:
     return loaded.classes or [loaded.class_name(k) for k in range(classes_of(loaded.model))]
+
+
+def _unwrapped(done: Linearized) -> Linearized:
+    """The result with the student that the user knows: a model of transformers without timm's interface."""
+    model: Any = done.model
+    return done._replace(model=model.network) if isinstance(model, TimmInterface) else done

@@ -3,6 +3,7 @@
 Shapes: B batch, N tokens, C channels, K classes.
 """
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -12,9 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sima_attn.conversion import convert
+from sima_attn.conversion.huggingface import core_of
+from sima_attn.conversion.placing import converted_modules
+from sima_attn.models import huggingface
 from sima_attn.models.building import build_model, without_sources
+from sima_attn.models.huggingface import TimmInterface
+from sima_attn.models.preprocessing import Preprocessing
 from sima_attn.models.settings import ModelSettings
 from sima_attn.nn import Attention
+
+TRANSFORMERS = "transformers"  # in the metadata of a run: class and configuration of a teacher of that library
 
 
 class Output(NamedTuple):
@@ -25,7 +34,12 @@ class Output(NamedTuple):
 
 
 def settings_of(model: nn.Module, kwargs: Mapping[str, Any] | None = None) -> ModelSettings:
-    """The settings of a timm model: its name, which it knows, and the arguments that it was created with."""
+    """The settings of a timm model: its name, which it knows, and the arguments that it was created with.
+
+    Those of a model of transformers are its class alone; `description_of` has its configuration.
+    """
+    if kwargs and isinstance(model, TimmInterface):
+        raise ValueError(f"model_kwargs are arguments of timm.create_model; a model of transformers has none: {kwargs}")
     name = (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
     if name is None:
         raise ValueError(
@@ -36,7 +50,12 @@ def settings_of(model: nn.Module, kwargs: Mapping[str, Any] | None = None) -> Mo
 
 
 def build_student(teacher: nn.Module, settings: ModelSettings, attention: str) -> nn.Module:
-    """The network of the teacher with another attention and the teacher's weights; new parameters as they start."""
+    """The network of the teacher with another attention and the teacher's weights; new parameters as they start.
+
+    A timm model is built from its settings, so that the run folder alone is enough to build it again.
+    """
+    if isinstance(teacher, TimmInterface):
+        return _converted_copy(teacher, attention)
     student = build_model(without_sources(replace(settings, attention=attention)), classes_of(teacher))
     new, wanted, given = tuple(f"{path}." for path in exchanged(teacher, student)), shapes(student), shapes(teacher)
     foreign = sorted(
@@ -51,6 +70,26 @@ def build_student(teacher: nn.Module, settings: ModelSettings, attention: str) -
     return student
 
 
+def _converted_copy(teacher: TimmInterface, attention: str) -> TimmInterface:
+    """A copy with converted attentions in its encoder. A pooling head after the final tokens keeps its softmax."""
+    student = copy.deepcopy(teacher).requires_grad_(False)
+    student.used.requires_grad_(True)
+    convert(student.used, attention, where=lambda path, module: not isinstance(module, nn.MultiheadAttention))
+    return student
+
+
+def description_of(teacher: nn.Module) -> dict[str, Any]:
+    """What the metadata of a run must have, beside the recipe, to build its teacher again."""
+    return {TRANSFORMERS: huggingface.describe(teacher.network)} if isinstance(teacher, TimmInterface) else {}
+
+
+def rebuild_teacher(settings: ModelSettings, data: Preprocessing, about: Mapping[str, Any]) -> nn.Module:
+    """The teacher of a run with random weights, from the settings of the teacher and the metadata of the run."""
+    if TRANSFORMERS in about:
+        return TimmInterface(huggingface.build(about[TRANSFORMERS]), data)
+    return build_model(without_sources(settings), len(about["classes"]))
+
+
 def shapes(model: nn.Module) -> dict[str, torch.Size]:
     """The shapes of the tensors of a model."""
     return {name: tensor.shape for name, tensor in model.state_dict().items()}
@@ -63,12 +102,15 @@ def classes_of(model: nn.Module) -> int:
 
 def exchanged(teacher: nn.Module, student: nn.Module) -> list[str]:
     """Paths of the attentions in which the student differs from the teacher."""
-    theirs = dict(teacher.named_modules())
-    paths = [
-        path
-        for path, module in student.named_modules()
-        if isinstance(module, Attention) and type(theirs.get(path)) is not type(module)
-    ]
+    if isinstance(teacher, TimmInterface):  # where modules stay, and get another core
+        paths = [path for path in converted_modules(student) if path not in converted_modules(teacher)]
+    else:
+        theirs = dict(teacher.named_modules())
+        paths = [
+            path
+            for path, module in student.named_modules()
+            if isinstance(module, Attention) and type(theirs.get(path)) is not type(module)
+        ]
     if not paths:
         raise ValueError(
             f"teacher and student of this {type(teacher).__name__} have the same attentions: nothing would be "
@@ -83,16 +125,31 @@ def recorded(model: nn.Module, paths: list[str]) -> Iterator[dict[str, tuple[Ten
     found: dict[str, tuple[Tensor, Tensor]] = {}
 
     def hook(path: str):
-        return lambda module, inputs, output: found.update({path: (inputs[0], output)})
+        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            found[path] = args[0] if args else kwargs["hidden_states"], _tensor(output)
+
+        return keep
 
     with ExitStack() as hooks:
         for path in paths:
-            hooks.callback(model.get_submodule(path).register_forward_hook(hook(path)).remove)
+            hooks.callback(model.get_submodule(path).register_forward_hook(hook(path), with_kwargs=True).remove)
         yield found
 
 
+def attend(attention: nn.Module, tokens: Tensor) -> Tensor:
+    """Output [B, N, C] of an attention of timm or transformers."""
+    return _tensor(attention(tokens))
+
+
+def _tensor(output: Any) -> Tensor:
+    """Attentions of transformers return (output, weights)."""
+    return output[0] if isinstance(output, tuple) else output
+
+
 def run(model: Any, images: Tensor) -> Output:
-    """Final tokens and logits of a timm model."""
+    """Final tokens and logits of a model."""
+    if isinstance(model, TimmInterface):
+        return Output(*model.tokens_and_logits(images))
     features = model.forward_features(images)
     tokens = features.flatten(2).mT if features.dim() == 4 else features  # [B, N, C]
     logits = model.forward_head(features) if classes_of(model) else features.new_empty(len(images), 0)
@@ -119,7 +176,7 @@ def block_errors(teacher: nn.Module, student: nn.Module, paths: list[str], image
     """Relative error of each new attention, given the teacher's input."""
     with recorded(teacher, paths) as found:
         run(teacher, images)
-    return {path: relative_error(student.get_submodule(path)(x), y).item() for path, (x, y) in found.items()}
+    return {path: relative_error(attend(student.get_submodule(path), x), y).item() for path, (x, y) in found.items()}
 
 
 @torch.no_grad()
@@ -128,30 +185,32 @@ def fit_gains(teacher: nn.Module, student: nn.Module, paths: list[str], images: 
 
     The output is linear in the gains. Without this the attention of a trained model may begin a hundred times too
     large: its queries and keys have means that SimA was not trained with. Or too small: plain SimA divides by the
-    number of tokens. An attention without the parameter `gain` gets its gains folded into its weights.
+    number of tokens. An attention without the parameter `gain` gets its gains folded into its weights; in models of
+    transformers it is left as it is.
     """
     with recorded(teacher, paths) as found:
         run(teacher, images)
     for path, (x, y) in found.items():
         attention: Any = student.get_submodule(path)
-        weight, gain = attention.proj.weight, getattr(attention, "gain", None)
-        heads, columns = attention.num_heads, weight.clone()
+        core: Any = core_of(attention) or attention
+        gain = getattr(core, "gain", None)
+        if gain is None and core is not attention:  # each family of transformers has other names for the projections
+            continue
+        scale: Tensor = core.proj.weight if gain is None else gain
+        before = scale.clone()
         outputs = []  # of no head, and of each head alone
-        for gains in (weight.new_zeros(heads), *torch.eye(heads, device=weight.device, dtype=weight.dtype)):
-            if isinstance(gain, nn.Parameter):
-                gain.copy_(gains)
-            else:
-                weight.copy_(columns * per_column(gains, columns))
-            outputs.append(attention(x).double().flatten())
+        for gains in (scale.new_zeros(core.num_heads), *torch.eye(core.num_heads).to(scale)):
+            scale.copy_(before * per_column(gains, before) if gain is None else gains)
+            outputs.append(attend(attention, x).double().flatten())
         rest, alone = outputs[0], torch.stack(outputs[1:]) - outputs[0]  # [H, B * N * C]
         products = alone @ alone.mT  # [H, H]
-        ridge = 1e-6 * products.diagonal().mean() * torch.eye(heads, device=weight.device, dtype=products.dtype)
-        gains = torch.linalg.solve(products + ridge, alone @ (y.double().flatten() - rest)).to(weight.dtype)
-        if isinstance(gain, nn.Parameter):
-            gain.copy_(gains)
-        else:
-            weight.copy_(columns)
+        ridge = 1e-6 * products.diagonal().mean() * torch.eye(len(products)).to(products)
+        gains = torch.linalg.solve(products + ridge, alone @ (y.double().flatten() - rest)).to(scale.dtype)
+        if gain is None:
+            scale.copy_(before)
             fold_gains(attention, gains)
+        else:
+            gain.copy_(gains)
 
 
 def fold_gains(attention: Any, gains: Tensor) -> None:

@@ -34,11 +34,14 @@ from sima_attn.data.sources import ClassFolders, Source, Subset, check_same_name
 from sima_attn.distill.features import knn_agreement
 from sima_attn.distill.keeping import Kept, Metrics, keep_blocks, kept_for_now, rank_blocks, relative_quality
 from sima_attn.distill.networks import (
+    attend,
     block_errors,
     build_student,
+    description_of,
     exchanged,
     fit_gains,
     output_loss,
+    rebuild_teacher,
     recorded,
     relative_error,
     run,
@@ -46,11 +49,12 @@ from sima_attn.distill.networks import (
 from sima_attn.distill.recipes import ATTENTIONS, BLOCKS, FINETUNE, LinearizeRecipe
 from sima_attn.distill.report import write_report
 from sima_attn.distill.result import Block, Linearized, Record
-from sima_attn.models.building import build_model, without_sources
+from sima_attn.models.huggingface import TimmInterface, save_folder
+from sima_attn.models.preprocessing import Preprocessing
 from sima_attn.nn.eval_mode import eval_mode
 from sima_attn.report.progress import RunProgress
 from sima_attn.train.checkpoint import load_newest
-from sima_attn.train.classify import create_mixup, label_loss, mixed, output_at
+from sima_attn.train.classify import create_mixup, label_loss, mixed
 from sima_attn.train.engine import Task
 from sima_attn.train.run import RunFolder
 from sima_attn.train.start import train_task
@@ -154,7 +158,6 @@ class Linearization(Task):
             for split, source in (("train", self.source), ("val", self.val)):
                 self.caches[source] = decode(source, split, recipe.data, fabric.device, progress)
         self.teacher = teacher.eval().requires_grad_(False).to(fabric.device)
-        output_at(self.teacher, recipe.data.size, "choose a size that the teacher takes with --size")
         seed_everything(recipe.run.seed)
         self.model = build_student(teacher, recipe.model, str(recipe.model.attention)).to(fabric.device)
         self.paths = exchanged(self.teacher, self.model)
@@ -242,7 +245,7 @@ class Linearization(Task):
                 return (loss + transfer.attentions * torch.stack(errors).mean() if errors else loss), {}
             with torch.no_grad(), recorded(self.teacher, self.paths) as seen:
                 run(self.teacher, batch.images)
-            errors = [relative_error(self.model.get_submodule(path)(x), y) for path, (x, y) in seen.items()]
+            errors = [relative_error(attend(self.model.get_submodule(path), x), y) for path, (x, y) in seen.items()]
         return torch.stack(errors).mean(), {}
 
     def after_step(self, step: int) -> None:
@@ -338,7 +341,7 @@ class Linearization(Task):
         return {"teacher": self.teacher, "best": self.best}
 
     def about(self, recipe: LinearizeRecipe) -> dict[str, Any]:
-        """Recipe, classes, number of training images, kept attentions, and what was measured."""
+        """What a resumed run and `load_model` need: recipe, classes, kept attentions, and what was measured."""
         return {
             "task": "linearize",
             "recipe": to_dict(recipe),
@@ -346,11 +349,20 @@ class Linearization(Task):
             "images": len(self.source),
             "kept": dict.fromkeys(self.record.kept, recipe.transfer.teacher_attention),
             "record": self.record.to_dict(),
+            **description_of(self.teacher),
         }
 
     def result(self) -> nn.Module:
         """The best student on held-out images."""
         return self.best.network
+
+    def write_result(self, folder: RunFolder, about: dict[str, Any]) -> None:
+        """Weights as of any run; of a model of transformers what `save_pretrained` writes."""
+        network = self.result()
+        if isinstance(network, TimmInterface):
+            save_folder(network, folder.path, Preprocessing.from_recipe(vars(self.recipe.data)))
+        else:
+            super().write_result(folder, about)
 
     def finish(self, summary: RunSummary) -> Linearized:
         """The result. The processes have parted: each one measures all held-out images."""
@@ -438,12 +450,15 @@ def train_linearization(
     """Teach by a recipe into a folder, or resume the run in it, which has the teacher in its checkpoints."""
     saved = load_newest(RunFolder(Path(out)).checkpoints) if resume else None
     record = Record.from_dict(saved["about"]["record"]) if saved else None
+    if teacher is not None and saved is not None:
+        _check_same_weights(teacher, saved["task"]["teacher"], out)
     if teacher is None:
         if saved is None:
             raise ValueError(f"there is no run to resume in {out}; start one without --resume")
         classes = saved["about"]["classes"]
         settings = replace(recipe.model, attention=recipe.transfer.teacher_attention)
-        teacher = build_model(without_sources(settings), len(classes))  # the loop loads its weights
+        data = Preprocessing.from_recipe(vars(recipe.data))
+        teacher = rebuild_teacher(settings, data, saved["about"])  # the loop loads its weights
     task: Linearization | None = None
 
     def build(recipe: LinearizeRecipe, fabric: Fabric, progress: RunProgress) -> Linearization:
@@ -458,3 +473,12 @@ def train_linearization(
         photos = task.held_out_images(recipe.report.photos) if recipe.report.photos else None
         write_report(done, recipe, Path(out), teacher=task.teacher, photos=photos, autocast=task.fabric.autocast)
     return done
+
+
+def _check_same_weights(teacher: nn.Module, saved: dict[str, Tensor], out: Path | str) -> None:
+    given = teacher.state_dict()
+    if given.keys() != saved.keys() or not all(torch.equal(given[name].cpu(), saved[name].cpu()) for name in saved):
+        raise ValueError(
+            f"the run in {out} has another teacher than the model given; omit the model to resume with the teacher of "
+            "the run, or start a new run with another --out"
+        )

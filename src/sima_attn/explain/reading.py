@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sima_attn.conversion.huggingface import NAME as SIMA_IN_TRANSFORMERS
-from sima_attn.conversion.huggingface import TOKEN_REF
+from sima_attn.conversion.huggingface import core_of
 from sima_attn.nn.attention import Attention, SimAttention
 from sima_attn.nn.baselines.softmax import softmax_matrix
 from sima_attn.nn.baselines.xca import XCAttention
@@ -70,20 +69,19 @@ class Layer:
 
     def matrix(self) -> Tensor:
         """The attention matrix [B, H, N, M]: signed Q-hat K-hat^T for SimA, rows that sum to 1 for softmax."""
-        module, kind = self.module, type(self.module)
+        module = core_of(self.module) or self.module
+        kind = type(module)
         if isinstance(module, XCAttention) or kind.__name__ == "XCA":
             raise ValueError(f"{self.path} is cross-covariance attention: its matrix is of channels, not of tokens")
         if isinstance(module, Attention):
             return module.matrix(self.q, self.k)
         if isinstance(module, SimMultiheadAttention):
             return sima_matrix_reference(self.q, self.k, token_ref=module.token_ref, eps=module.eps)
-        if _calls_sima(module):
-            return sima_matrix_reference(self.q, self.k, token_ref=vars(module.config)[TOKEN_REF])
         if isinstance(module, nn.MultiheadAttention) or f"{kind.__module__}.{kind.__name__}" == _TIMM:
             return softmax_matrix(self.q, self.k)
         raise ValueError(
             f"{self.path} is a {kind.__name__}, whose attention matrix is unknown; supported: ours, timm's Attention, "
-            "torch's MultiheadAttention, and models of transformers converted to SimA"
+            "torch's MultiheadAttention, and converted models of transformers"
         )
 
 
@@ -249,17 +247,11 @@ class _Recorder:
 
 def _norm_over_tokens(module: nn.Module) -> tuple[str, float]:
     """The norm over tokens that an attention applies to q and k, and its eps."""
+    module = core_of(module) or module
     if isinstance(module, SimAttention):
         return module.norm_over_tokens, module.eps
     if isinstance(module, SimMultiheadAttention):
         return "l1", module.eps
-    if _calls_sima(module):
-        return "l1", EPS
     if isinstance(module, XCAttention) or type(module).__name__ == "XCA":
         return "l2", EPS
     return "none", EPS
-
-
-def _calls_sima(module: Any) -> bool:
-    """True for an attention of transformers that was switched to SimA."""
-    return getattr(getattr(module, "config", None), "_attn_implementation", None) == SIMA_IN_TRANSFORMERS

@@ -10,6 +10,7 @@ import timm
 from timm.data import ImageNetInfo
 from torch import nn
 
+from sima_attn._errors import check_installed
 from sima_attn._settings import check_value, from_dict
 from sima_attn.models.building import (
     build_mixed_model,
@@ -20,6 +21,7 @@ from sima_attn.models.building import (
     set_token_refs,
     without_sources,
 )
+from sima_attn.models.huggingface import is_folder, load_folder
 from sima_attn.models.preprocessing import Preprocessing
 from sima_attn.models.pretrained import shipped_models
 from sima_attn.models.settings import ModelSettings
@@ -81,6 +83,8 @@ def load_model(
             - A name in timm's registry, with the weights that come with the package or else random ones; `NAME=FILE`
               is short for `weights=FILE`.
             - A run folder of `sima train` or `sima dino`: its weights, or its newest checkpoint while it is running.
+            - A folder of an image model that `save_pretrained` of transformers has written, converted or not; a run of
+              `sima linearize` with such a model is one.
             - A checkpoint (.pt) or weights (.safetensors) of such a run.
 
         weights: A file of weights for a name: .safetensors, or .pth that holds tensors alone.
@@ -95,7 +99,11 @@ def load_model(
     if Path(text).exists():
         if weights is not None or pretrained:
             raise ValueError(f"weights and pretrained go with the name of a model, got {text}")
-        loaded = _from_run(Path(text), branch, features)
+        if branch is not None and is_folder(Path(text)):
+            raise ValueError(
+                f"{branch} weights are in the checkpoints of a run of `sima train` or `sima dino`, got {text}"
+            )
+        loaded = _from_transformers(Path(text)) if is_folder(Path(text)) else _from_run(Path(text), branch, features)
     elif Path(text).suffix in (".pt", ".safetensors") and not file:
         raise FileNotFoundError(f"there is no file {text}")
     elif branch is not None:
@@ -109,6 +117,36 @@ def load_model(
         model.reset_classifier(0)
     model.to(device).eval()
     return loaded
+
+
+def load(what: str | Path, *, features: bool = False) -> nn.Module:
+    """The model of a run folder, of a weight file of a run, or of a folder that `save_pretrained` has written.
+
+    It has the attentions that it was saved with, and is in eval mode. A model of transformers is returned as the class
+    that was saved.
+
+    Args:
+        what: The folder or file.
+        features: Remove the classifier; needed for a run of `sima dino`, which has none.
+    """
+    if not Path(what).exists():
+        raise FileNotFoundError(
+            f"there is no folder or file {what}; timm.create_model makes a model from a name, load takes saved ones"
+        )
+    if not is_folder(Path(what)):
+        return load_model(what, features=features).model
+    check_installed(f"the model in {what}", "transformers", extra="hf")
+    from sima_attn.conversion.saved import load_saved
+
+    model = load_saved(Path(what)).eval()
+    return model.base_model if features else model
+
+
+def _from_transformers(path: Path) -> LoadedModel:
+    check_installed(f"the model in {path}", "transformers", extra="hf")
+    model = load_folder(path)
+    preprocessing: Any = Preprocessing.of_model(model)
+    return LoadedModel(path.name, model, preprocessing, model.pretrained_cfg["label_names"] or None)
 
 
 def _from_name(name: str, file: str | Path | None, pretrained: bool | None) -> LoadedModel:
@@ -145,6 +183,11 @@ def classes_of(model: nn.Module) -> tuple[list[str] | None, dict[str, str]]:
 def _from_run(path: Path, branch: str | None, features: bool) -> LoadedModel:
     file = weights_of_run(path, branch=branch) if path.is_dir() else path
     about, weights = read_weights(file, branch)
+    if "transformers" in about:
+        raise ValueError(
+            f"{path} is part of a run that is not finished or was copied without its config.json; resume it with "
+            "`sima linearize --out FOLDER --resume`, and give the folder"
+        )
     if "detector" in about:
         raise ValueError(f"{path} is a detector: use `sima detect predict` or `sima detect eval`")
     is_dino, recipe = about.get("task") == "dino", about.get("recipe")

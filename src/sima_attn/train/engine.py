@@ -6,6 +6,7 @@ resumed run is bitwise equal to one that was never interrupted.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
@@ -16,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
+from safetensors.torch import save_file
 from timm.optim import create_optimizer_v2, param_groups_weight_decay
 from timm.scheduler import create_scheduler_v2
 from timm.utils import ModelEmaV3
@@ -23,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from sima_attn._devices import resolve_device
+from sima_attn._files import atomic_write
 from sima_attn._settings import from_dict, to_dict
 from sima_attn.data.loader import seed_everything
 from sima_attn.models.compiled import compile_blocks
@@ -110,6 +113,12 @@ class Task(ABC):
     def result(self) -> nn.Module:
         """The module to save as weights.safetensors."""
         return self.model
+
+    def write_result(self, folder: RunFolder, about: dict[str, Any]) -> None:
+        """Write the trained weights, with what `about` returns, into the run folder; called in the first process."""
+        tensors = {name: t.detach().cpu().contiguous() for name, t in self.result().state_dict().items()}
+        with atomic_write(folder.weights) as temporary:
+            save_file(tensors, temporary, metadata={"about": json.dumps(about)})
 
 
 class NonFiniteError(ValueError):

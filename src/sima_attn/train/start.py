@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import os
 import shlex
 from collections.abc import Callable, Iterator
@@ -13,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save_file
 
-from sima_attn._files import DiskFullError, atomic_write, disk_full_reason, remove_leftovers
+from sima_attn._files import DiskFullError, disk_full_reason, remove_leftovers
 from sima_attn._settings import check
 from sima_attn.report.progress import RunProgress
 from sima_attn.train.checkpoint import checkpoints
@@ -81,9 +79,7 @@ def train_task(
         loop = TrainingLoop(task, recipe, folder, fabric, progress)
         summary = loop.train(resume=resume, on_ready=begin)
         if first:
-            tensors = {name: t.detach().cpu().contiguous() for name, t in task.result().state_dict().items()}
-            with atomic_write(folder.weights) as temporary:
-                save_file(tensors, temporary, metadata={"about": json.dumps(task.about(recipe))})
+            task.write_result(folder, task.about(recipe))
             if plots:
                 plot_learning_curve(folder.path, folder.curve, task.title)
         _end_together(fabric)

@@ -33,8 +33,11 @@ HONOURED = {
     "vit_msn": ("ViTMSNModel", "ViTMSNConfig", VISION),
     "ijepa": ("IJepaModel", "IJepaConfig", VISION),
     "yolos": ("YolosModel", "YolosConfig", {**VISION, "image_size": [32, 32]}),
+    "dinov2_registers": ("Dinov2WithRegistersModel", "Dinov2WithRegistersConfig", {**VISION, "num_register_tokens": 4}),
     "timm": ("TimmWrapperForImageClassification", "TimmWrapperConfig", TIMM),
 }
+DECODER = {"decoder_hidden_size": 32, "decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 4}
+MASKED = {"vit_mae": ("ViTMAEForPreTraining", "ViTMAEConfig", {**VISION, **DECODER, "decoder_intermediate_size": 64})}
 SILENT = {
     "cvt": ("CvtModel", "CvtConfig", {"embed_dim": [16, 48, 96], "depth": [1, 2, 3], "image_size": 32}),
     "pvt_v2": ("PvtV2Model", "PvtV2Config", {"depths": [1, 1, 1, 1], "image_size": 32}),

@@ -1,0 +1,212 @@
+"""Image models of transformers -> modules with timm's interface, which the rest of the package takes.
+
+Shapes: B batch, N tokens, C channels, K classes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from timm.data.constants import (
+    IMAGENET_DEFAULT_MEAN,
+    IMAGENET_DEFAULT_STD,
+    IMAGENET_INCEPTION_MEAN,
+    IMAGENET_INCEPTION_STD,
+    OPENAI_CLIP_MEAN,
+    OPENAI_CLIP_STD,
+)
+from torch import Tensor, nn
+
+from sima_attn._files import atomic_write
+from sima_attn.models.preprocessing import Preprocessing
+
+CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"  # in a folder of save_pretrained
+WHOLE_PROCESSOR = "processor_config.json"  # of a model for images and texts; has the image processor as an entry
+# Family -> mean and std that its models were published with; ImageNet's for the others.
+NORMALIZATION = {
+    "clip": (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD),
+    "siglip": (IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD),
+}
+RESAMPLING = {2: "bilinear", 3: "bicubic"}  # as in PIL
+
+
+def is_folder(path: Path) -> bool:
+    """True for a folder that `save_pretrained` has written."""
+    return (path / CONFIG).is_file()
+
+
+class TimmInterface(nn.Module):
+    """A model of transformers that takes images [B, 3, height, width] and gives logits [B, K] or features [B, C].
+
+    Features are the `pooler_output` of the model, or the mean over its tokens where there is none. Of a model for
+    images and texts, such as CLIPModel, only the vision model runs. Images of another size than that of the
+    configuration are taken where the family interpolates its position embeddings.
+    """
+
+    def __init__(self, model: Any, preprocessing: Preprocessing) -> None:
+        super().__init__()
+        self.network = model
+        self.num_classes = model.config.num_labels if "ForImageClassification" in type(model).__name__ else 0
+        names = [str(model.config.id2label.get(k, k)) for k in range(self.num_classes)]
+        self.feature_info = [{"reduction": getattr(self.encoder.config, "patch_size", 16)}]
+        self.pretrained_cfg = {**preprocessing.to_timm(), "architecture": type(model).__name__, "label_names": names}
+
+    @property
+    def encoder(self) -> Any:
+        """The part of the model that gives the final tokens."""
+        model: Any = self.network
+        return getattr(model, "vision_model", model.base_model)
+
+    @property
+    def used(self) -> Any:
+        """The part of the model that runs: with a classifier all of it, otherwise the encoder."""
+        return self.network if self.num_classes else self.encoder
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images [B, 3, height, width] -> logits [B, K], or features [B, C]."""
+        output = self._run(images)
+        if self.num_classes:
+            return output.logits
+        pooled = getattr(output, "pooler_output", None)
+        return output.last_hidden_state.mean(1) if pooled is None else pooled
+
+    def tokens_and_logits(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Final tokens [B, N, C] and logits [B, K], K = 0 without a classifier, in one forward."""
+        seen: list[Tensor] = []
+        hook = self.encoder.register_forward_hook(lambda module, inputs, out: seen.append(out.last_hidden_state))
+        try:
+            output = self._run(images)
+        finally:
+            hook.remove()
+        return seen[0], output.logits if self.num_classes else images.new_empty(len(images), 0)
+
+    def reset_classifier(self, num_classes: int) -> None:
+        """Remove the classifier; `num_classes` must be 0."""
+        if num_classes:
+            raise ValueError(f"a model of transformers gets no new classifier here, got num_classes={num_classes}")
+        self.num_classes, self.network = 0, self.encoder
+
+    def _run(self, images: Tensor) -> Any:
+        """The output of transformers for images of any size, where position embeddings can be interpolated."""
+        size = getattr(self.encoder.config, "image_size", None)
+        own = tuple(size) if isinstance(size, list | tuple) else (size, size)
+        can_interpolate = "interpolate_pos_encoding" in inspect.signature(self.used.forward).parameters
+        if can_interpolate and tuple(images.shape[2:]) != own:
+            return self.used(images, interpolate_pos_encoding=True)
+        return self.used(images)
+
+
+def load_folder(path: Path) -> TimmInterface:
+    """The image model in a folder of `save_pretrained`, converted or not, in the class that was saved."""
+    from sima_attn.conversion.saved import load_saved
+
+    model = load_saved(path)
+    return TimmInterface(check_takes_images(model), preprocessing_of(model, path))
+
+
+def check_takes_images(model: Any) -> Any:
+    """The model; raises where no image alone is its input, or a timm model gives its tokens."""
+    if hasattr(model, "timm_model"):
+        raise ValueError(f"{type(model).__name__} holds a timm model; give that one, made by timm.create_model")
+    encoder = getattr(model, "vision_model", model)
+    if encoder.main_input_name != "pixel_values":
+        raise ValueError(
+            f"{type(model).__name__} takes {encoder.main_input_name!r}; an image model is needed, such as ViTModel, "
+            "Dinov2Model, CLIPModel, or a model for image classification"
+        )
+    return model
+
+
+def preprocessing_of(model: Any, folder: Path | None = None) -> Preprocessing:
+    """How a photo becomes the input of a model: from the image processor in a folder, or else from its configuration.
+
+    Without a processor the size is that of the configuration, mean and std are those of CLIP and SigLIP for these
+    families, and ImageNet's for the others.
+    """
+    config = getattr(model.config, "vision_config", model.config)
+    own = getattr(config, "image_size", 224)
+    size = own[0] if isinstance(own, list | tuple) else own
+    family = next((name for name in NORMALIZATION if config.model_type.startswith(name)), None)
+    mean, std = NORMALIZATION.get(family or "", (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD))
+    if folder is None:  # from_pretrained leaves here where a model is from
+        folder = Path(model.name_or_path) if model.name_or_path and Path(model.name_or_path).is_dir() else None
+    entries = {} if folder is None else _processor_entries(folder)
+    if not entries:
+        return Preprocessing(size, mean, std)
+    resized, crop = _side(entries.get("size")), _side(entries.get("crop_size"))
+    size = crop if crop and entries.get("do_center_crop") else resized or size
+    return Preprocessing(
+        size,
+        cast(Any, entries.get("image_mean", mean)),
+        cast(Any, entries.get("image_std", std)),
+        min(1.0, size / resized) if resized else 1.0,
+        RESAMPLING.get(entries.get("resample", 3), "bicubic"),
+    )
+
+
+def _processor_entries(folder: Path) -> Mapping[str, Any]:
+    for name, entry in ((PROCESSOR, None), (WHOLE_PROCESSOR, "image_processor")):
+        try:
+            entries = json.loads((folder / name).read_text())
+            entries = entries if entry is None else entries[entry]
+        except FileNotFoundError:
+            continue
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{folder / name} does not describe an image processor: {error}") from error
+        if isinstance(entries, dict):
+            return entries
+    return {}
+
+
+def _side(size: Any) -> int | None:
+    """The side in pixels, however an image processor writes it."""
+    if isinstance(size, Mapping):
+        size = size.get("shortest_edge") or size.get("height")
+    return size if isinstance(size, int) else None
+
+
+def save_folder(model: TimmInterface, folder: Path, preprocessing: Preprocessing) -> None:
+    """Write the model of transformers, and how images are made ready for it, as an image processor."""
+    from sima_attn.conversion.saved import write_marks
+
+    write_marks(model.network)  # attentions may have been put back since they were converted
+    cast(Any, model.network).save_pretrained(folder)
+    side = {"height": preprocessing.size, "width": preprocessing.size}
+    entries = {
+        "image_processor_type": "CLIPImageProcessor",  # the one that resizes the shorter side and crops, as we do
+        "do_resize": True,
+        "size": {"shortest_edge": round(preprocessing.size / preprocessing.crop_ratio)},
+        "resample": next(number for number, name in RESAMPLING.items() if name == preprocessing.interpolation),
+        "do_center_crop": True,
+        "crop_size": side,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(preprocessing.mean),
+        "image_std": list(preprocessing.std),
+    }
+    with atomic_write(folder / PROCESSOR) as temporary:
+        temporary.write_text(json.dumps(entries, indent=2))
+
+
+def describe(model: Any) -> dict[str, Any]:
+    """The class and the configuration of a model, as plain values, from which `build` makes it again."""
+    return {"class": type(model).__name__, "config": json.loads(model.config.to_json_string(use_diff=False))}
+
+
+def build(description: Mapping[str, Any]) -> Any:
+    """The model of `describe`, with random weights; attentions that were converted are so again."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from sima_attn.conversion.saved import ConvertedConfig, converted_model_class
+
+    cls = getattr(transformers, description["class"], None)
+    if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
+        raise ValueError(f"transformers {transformers.__version__} has no model class {description['class']!r}")
+    config = CONFIG_MAPPING[description["config"]["model_type"]].from_dict(dict(description["config"]))
+    return (converted_model_class(cls) if isinstance(config, ConvertedConfig) else cls)(config)
