@@ -69,6 +69,18 @@ def test_the_run_folder_is_the_student_for_us_and_for_transformers(clip, tmp_pat
         load_model(checkpoint)
 
 
+def test_a_kept_attention_stays_softmax_after_loading(photos, tmp_path):
+    out = tmp_path / "run"
+    done = linearized(build(HONOURED, "vit"), photos, out, keep=1, overrides=[*SMALL, "report.speed=false"])
+    (kept,) = done.record.kept
+    loaded, expected = load(out), outputs(done.model, pixel_values=image())
+    assert len(converted_modules(loaded)) == len(done.blocks) - 1
+    assert kept.removeprefix("network.") not in converted_modules(loaded)
+    assert_close(outputs(loaded, pixel_values=image()), expected, 1e-6)
+    calls = [call for call in audit_named(str(out)).calls if call.in_attention]
+    assert len(calls) == 1
+
+
 def test_a_resumed_run_ends_with_the_same_bits(clip, photos, tmp_path, monkeypatch):
     class StoppedError(Exception):
         pass
