@@ -45,8 +45,8 @@ def feature_colours(teacher: Tensor, student: Tensor) -> tuple[Tensor, Tensor]:
     _, _, directions = torch.linalg.svd(points - mean, full_matrices=False)
     places = [(tokens.double() - mean) @ directions[:3].mT for tokens in (teacher, student)]  # [n, N, 3]
     low, high = torch.quantile(places[0].flatten(0, 1), torch.tensor(SHOWN_RANGE, dtype=points.dtype), dim=0)
-    ours, theirs = (((p - low) / (high - low).clamp_min(1e-12)).clamp(0, 1) for p in places)
-    return ours, theirs
+    theirs, ours = (((p - low) / (high - low).clamp_min(1e-12)).clamp(0, 1) for p in places)
+    return theirs, ours
 
 
 def draw_features(path: Path, images: Tensor, teacher: Tensor, student: Tensor, data: Data, attention: str) -> None:

@@ -123,7 +123,7 @@ def _prepare(model: nn.Module, size: int, autocast: Autocast) -> tuple[Callable[
 
 def _forward(model: nn.Module, size: int, autocast: Autocast) -> Callable[[], Tensor]:
     device = next(model.parameters()).device
-    images = torch.zeros(BATCH[device.type], 3, size, size, device=device)
+    images = torch.randn(BATCH[device.type], 3, size, size, device=device)
 
     def step() -> Tensor:
         with torch.inference_mode(), autocast():

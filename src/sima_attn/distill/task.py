@@ -207,6 +207,10 @@ class Linearization(Task):
         """The new attentions, and all other weights."""
         return [{"params": group, "weight_decay": weight_decay} for group in self.groups]
 
+    def starts_stage(self, step: int) -> bool:
+        """After the end of the stage before."""
+        return step in self.recipe.schedule.last_steps(self.steps_per_epoch)
+
     def before_step(self, step: int, groups: list[dict[str, Any]]) -> None:
         """Choose the stage; weights outside of the new attentions learn in the last ones only."""
         schedule = self.recipe.schedule

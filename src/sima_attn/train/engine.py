@@ -89,6 +89,14 @@ class Task(ABC):
         excluded: Any = getattr(self.model, "no_weight_decay", tuple)
         return param_groups_weight_decay(self.model, weight_decay, no_weight_decay_list=excluded())
 
+    def starts_stage(self, step: int) -> bool:
+        """Whether a stage with another loss begins with this step, counted from 0, so that the optimiser starts anew.
+
+        Its averages of squared gradients would be those of the old loss. Where the new gradients are a hundred times
+        larger, so would be the first steps.
+        """
+        return False
+
     def before_step(self, step: int, groups: list[dict[str, Any]]) -> None:  # noqa: B027
         """Called with the parameter groups after the learning rates are set, e.g. to schedule the weight decay."""
 
@@ -364,6 +372,8 @@ class TrainingLoop:
     def one_step(self, batches: Iterator[Any]) -> None:
         """Make one optimiser step."""
         self.set_rates(self.step)
+        if self.task.starts_stage(self.step):
+            self.optimizer.optimizer.state.clear()
         self.task.before_step(self.step, self.optimizer.param_groups)
         parts = self.run.accumulate
         mine = [next(batches) for _ in range(parts)]
