@@ -16,7 +16,6 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +58,6 @@ STUDENT_SETTINGS = (
     "schedule.finetune_lr=0.05",
     "report.speed=false",
 )
-
-
 LABEL_SETTINGS = ("augment.mixup=0.8", "augment.cutmix=1.0", "augment.smoothing=0.1")  # as for the teacher
 
 
@@ -137,7 +134,8 @@ class Bench:
             return
         shutil.rmtree(place, ignore_errors=True)
         if name == TEACHER:
-            top1 = self.train(TEACHER_RUN, place / "run", self.epochs, self.teacher_settings)
+            recipe = self.recipe(TEACHER_RUN, self.epochs, self.teacher_settings)
+            top1 = train_classifier(recipe, place / "run", device=self.device).metrics["top1"]
             place.joinpath("row.json").write_text(json.dumps({"top1": top1}))
             print(f"teacher: top-1 {top1:.2f}")
             return
@@ -145,24 +143,25 @@ class Bench:
         done.write_text(json.dumps(asdict(row)))
         print(mini_table([row]).markdown())
 
-    def train(self, run: MiniatureRun, place: Path, epochs: int, settings: Sequence[str]) -> float:
-        """Top-1 of a classifier trained by the recipe of the grid."""
+    def recipe(self, run: MiniatureRun, epochs: int, settings: Sequence[str] = ()) -> Recipe:
+        """The recipe of a run of the grid with another number of epochs."""
         recipe = miniature_recipe(replace(run, epochs=epochs), self.data, on_gpu=self.device == "cuda")
-        recipe = with_overrides(recipe, [*settings, *self.settings])
-        return train_classifier(recipe, place, device=self.device).metrics["top1"]
+        return with_overrides(recipe, [*settings, *self.settings])
 
     def measure(self, student: Student, place: Path) -> MiniRow:
         """Teach a student, or train it from scratch, and compare it with the teacher."""
         teacher = self.folder / TEACHER / "run"
         if not (self.folder / TEACHER / "row.json").exists():
             raise ValueError(f"there is no teacher in {teacher}; run --only {TEACHER} first")
-        start, last, changes = time.monotonic(), place / "linearized", list(self.student_settings)
+        start, last = time.monotonic(), place / "linearized"
         if student.name == "sima_scratch":
-            last = place / "run"
-            self.train(SCRATCH_RUN, last, EPOCHS, (), partial(with_shape_of, teacher))
+            last, changes = place / "run", list(self.settings)
+            recipe = with_shape_of(teacher, self.recipe(SCRATCH_RUN, EPOCHS))
+            train_classifier(recipe, last, device=self.device)
         else:
             labelled = LABEL_SETTINGS if student.labels else ()
-            changes = [*schedule_of(student.labels), *STUDENT_SETTINGS, *labelled, *self.settings, *changes]
+            changes = [*schedule_of(student.labels), *STUDENT_SETTINGS, *labelled]
+            changes += [*self.settings, *self.student_settings]
             options: dict[str, Any] = {"attention": student.attention, "batch": BATCH, "device": self.device}
             linearize(teacher, self.data, last, overrides=changes, **options)
         seconds = time.monotonic() - start
@@ -175,7 +174,7 @@ class Bench:
             top1=round(top1, 2),
             teacher_top1=round(teacher_top1, 2),
             difference=round(top1 - teacher_top1, 2),
-            target=-student.target,
+            target=0.0 - student.target,  # not -0.0
             cosine=round(cosine, 4),
             train_images=len(open_data(self.data, "train")),
             seconds=round(seconds, 1),

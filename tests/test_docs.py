@@ -199,6 +199,7 @@ def tables_of_rows() -> list[tuple[str, str, str]]:
     """(page, file of rows, the table that the page has of them)."""
     from dino_step import DinoStepRow, dino_step_table
     from knn_search import KnnSpeedRow, knn_speed_table
+    from linearize_real import RealRow, real_table
     from sima_attn.bench.call_overhead import CallOverheadRow
     from sima_attn.bench.cores import FORWARD, TRAINING
     from sima_attn.bench.cpu import CpuRow
@@ -233,6 +234,7 @@ def tables_of_rows() -> list[tuple[str, str, str]]:
     calls, models = rows("call_overhead.csv", CallOverheadRow), rows("model.csv", ModelSpeedRow)
     cores = [gpu_table(gpu, direction) for direction in (FORWARD, TRAINING)]
     cpu_cores = [cpu_table(cpu, 1, direction) for direction in (FORWARD, TRAINING)]
+    linearized = real_table(rows("linearize_real.csv", RealRow))
     notes = "docs/engineering-notes.md"
     tables = [
         ("README.md", "model.csv", without(with_lines(step_table(models), *README_CASES), "target")),
@@ -263,6 +265,8 @@ def tables_of_rows() -> list[tuple[str, str, str]]:
         ("docs/gpu.md", "model.csv", without(model_table(models), "target")),
         ("docs/gpu.md", "model.csv", without(step_table(models), "target")),
         (notes, "model.csv and call_overhead.csv", targets_table(models, calls)),
+        ("docs/linearize.md", "linearize_real.csv", without(without(linearized, "target"), "target")),
+        (notes, "linearize_real.csv", linearized),
         ("docs/miniature.md", "miniature.csv", results_table(rows("miniature.csv", ResultRow))),
         ("docs/miniature.md", "miniature_sizes.csv", sizes_table(rows("miniature_sizes.csv", SizeRow))),
         ("docs/self-supervised.md", "dino.csv", dino_table(rows("dino.csv", DinoResultRow))),
