@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         create_attention,
     )
     from sima_attn.ops import ExpCounter, SimaAccumulator, choose_order, sima_attention
+    from sima_attn.train.finetune import finetune
 
 __all__ = [
     "ATTENTIONS",
@@ -49,6 +50,7 @@ __all__ = [
     "convert",
     "create_attention",
     "export_onnx",
+    "finetune",
     "heatmap",
     "linearize",
     "load",
@@ -64,6 +66,7 @@ _HOMES = {
     "sima_attn.models.loading": ("load",),
     "sima_attn.conversion": ("ConversionReport", "convert"),
     "sima_attn.distill.api": ("linearize",),
+    "sima_attn.train.finetune": ("finetune",),
     "sima_attn.explain": ("heatmap",),
     "sima_attn.export.onnx": ("export_onnx",),
     "sima_attn.export.quantize": ("quantize_onnx",),
