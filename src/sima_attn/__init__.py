@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from sima_attn.export.quantize import quantize_onnx
     from sima_attn.models import load_official, save_official
     from sima_attn.models.loading import load
+    from sima_attn.models.saving import save
     from sima_attn.nn import (
         ATTENTIONS,
         SimAttention,
@@ -56,6 +57,7 @@ __all__ = [
     "load",
     "load_official",
     "quantize_onnx",
+    "save",
     "save_official",
     "sima_attention",
 ]
@@ -64,6 +66,7 @@ _HOMES = {
     "sima_attn.ops": ("ExpCounter", "SimaAccumulator", "choose_order", "sima_attention"),
     "sima_attn.models": ("load_official", "save_official"),
     "sima_attn.models.loading": ("load",),
+    "sima_attn.models.saving": ("save",),
     "sima_attn.conversion": ("ConversionReport", "convert"),
     "sima_attn.distill.api": ("linearize",),
     "sima_attn.train.finetune": ("finetune",),

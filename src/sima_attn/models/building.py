@@ -49,6 +49,7 @@ FACTORY = {
 WORD = re.compile(r"[A-Za-z0-9_.+-]{0,100}")  # neither an address nor a path into another folder
 MOST = 2**16  # of any number that is an argument of a model
 MOST_ITEMS = 100
+SETTINGS = "_sima_settings"  # attribute of a model that was built here
 AnySettings = TypeVar("AnySettings")
 
 
@@ -152,9 +153,11 @@ def create_model(settings: ModelSettings, num_classes: int) -> nn.Module:
     if settings.attention is not None and _is_ours(settings):
         kwargs["attention"] = settings.attention
     try:
-        return timm.create_model(settings.name, **kwargs)
+        model = timm.create_model(settings.name, **kwargs)
     except TypeError as error:
         raise ValueError(f"{settings.name} cannot be built with {kwargs}: {error}") from error
+    vars(model)[SETTINGS] = settings
+    return model
 
 
 def check_name(name: str, kind: str = "model") -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from sima_attn._errors import check_installed
 from sima_attn._settings import check_value, from_dict
 from sima_attn.models.building import (
+    MOST,
     Exchanges,
     build_exchanged_model,
     check_arguments,
@@ -86,6 +87,7 @@ def load_model(
             - A run folder of `sima train` or `sima dino`: its weights, or its newest checkpoint while it is running.
             - A folder of an image model that `save_pretrained` of transformers has written, converted or not; a run of
               `sima linearize` with such a model is one.
+            - A folder of `sima_attn.save`.
             - A checkpoint (.pt) or weights (.safetensors) of such a run.
 
         weights: A file of weights for a name: .safetensors, or .pth that holds tensors alone.
@@ -122,7 +124,7 @@ def load_model(
 
 
 def load(what: str | Path, *, features: bool = False) -> nn.Module:
-    """The model of a run folder, of a weight file of a run, or of a folder that `save_pretrained` has written.
+    """The model in a folder of `save`, of a run or of `save_pretrained`, or of a weight file of a run.
 
     It has the attentions that it was saved with, and is in eval mode. A model of transformers is returned as the class
     that was saved.
@@ -197,17 +199,19 @@ def _from_run(path: Path, branch: str | None, features: bool | None) -> LoadedMo
         raise ValueError(f"{path} has features and no classes: use `sima knn` or `sima linear`")
     if not isinstance(recipe, Mapping):
         raise not_ours(file)
-    classes = [] if is_dino else class_names_in(about, file)
+    without_names = is_dino or (about.get("task") == "saved" and about.get("classes") is None)
+    classes = [] if without_names else class_names_in(about, file)
     try:
         settings = without_sources(from_dict(ModelSettings, recipe.get("model", {})))
         check_value(settings, ModelSettings, "model")
         check_arguments(settings)
         preprocessing = Preprocessing.from_recipe(recipe.get("data", {}))
         exchanges = Exchanges.from_about(about)
+        count = _number_of_classes(about) if without_names and not is_dino else len(classes)
     except ValueError as error:
         raise ValueError(f"the recipe in {file} cannot be used: {error}") from error
-    check_size(partial(create_model, settings, len(classes)), weights, file)
-    model: Any = build_exchanged_model(settings, len(classes), exchanges)
+    check_size(partial(create_model, settings, count), weights, file)
+    model: Any = build_exchanged_model(settings, count, exchanges)
     if is_dino:
         set_token_refs(model, preprocessing.size, recipe.get("distill", {}))
     check_fits(weights, model.state_dict(), f"the weights in {file} do not fit the model of its recipe")
@@ -215,7 +219,15 @@ def _from_run(path: Path, branch: str | None, features: bool | None) -> LoadedMo
     # timm's configuration describes published weights; this model has the classes and the preprocessing of its run.
     own = {**preprocessing.to_timm(), "label_names": classes, "label_descriptions": {}}
     model.pretrained_cfg = {**model.pretrained_cfg, **own}
-    return LoadedModel(path.name, model, preprocessing, None if is_dino else classes, about=about)
+    return LoadedModel(path.name, model, preprocessing, None if without_names else classes, about=about)
+
+
+def _number_of_classes(about: Mapping[str, Any]) -> int:
+    """The number of classes of a saved model that has no names for them."""
+    count = about.get("num_classes")
+    if type(count) is not int or not 0 <= count <= MOST:
+        raise ValueError(f"`num_classes` must be a number from 0 to {MOST}, got {str(count)[:200]}")
+    return count
 
 
 def class_names_in(about: Mapping[str, Any], where: Path) -> list[str]:
