@@ -1,6 +1,8 @@
 """Fine-tuning: what is taken from the trained model, what learns, which weights are kept, and what is refused."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import timm
@@ -193,6 +195,22 @@ def test_a_resumed_run_ends_with_the_same_bits(step, source, photos, tmp_path, m
     one, other = (load_file(tmp_path / name / "weights.safetensors") for name in ("whole", "run"))
     for name, tensor in one.items():
         assert torch.equal(tensor, other[name]), name
+
+
+def test_two_processes_give_the_weights_of_one(source, photos, tmp_path):
+    """torchrun, gloo: the same batches, evaluation and best weights; only the first process writes."""
+    options = {"epochs": 2, "batch": 8, "size": 24, "overrides": [*FAST, "finetune.patience=1"], "quiet": True}
+    code = (
+        f"from sima_attn import finetune; finetune({str(source)!r}, {str(photos)!r}, 'two', device='cpu', **{options})"
+    )
+    (tmp_path / "tune.py").write_text(code)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "tune.py"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    one = tuned(source, photos, tmp_path / "one", **options).model.state_dict()
+    two = load_model(tmp_path / "two").model.state_dict()
+    for name, weight in one.items():
+        assert torch.allclose(two[name], weight, atol=2e-4), name
 
 
 def test_a_run_without_a_split_is_evaluated_on_its_held_out_images(source, photos, tmp_path):
