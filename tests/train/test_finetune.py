@@ -17,6 +17,7 @@ from sima_attn.auditing import audit
 from sima_attn.cli import app
 from sima_attn.models.building import build_model
 from sima_attn.models.loading import load_model
+from sima_attn.nn import ATTENTIONS
 from sima_attn.train.classify import Classification
 from sima_attn.train.evaluate import evaluate
 from sima_attn.train.finetune import Finetuning
@@ -121,6 +122,14 @@ def test_a_timm_model_with_weights_and_another_attention(attention, photos, tmp_
     loaded = load_model(tmp_path / "run")
     assert not [call for call in audit(loaded.model, 32).calls if call.in_attention]
     assert loaded.about["recipe"]["finetune"]["layer_decay"] == 1
+
+
+def test_a_linearized_run_keeps_its_attentions(photos, tmp_path):
+    start = write_run(tmp_path / "linearized", task="linearize", kept={"blocks.0.attn": "softmax"})
+    done = tuned(start, photos, tmp_path / "run", attention="sima", size=32)
+    kept, new = (block.attn for block in done.model.blocks)
+    assert (isinstance(kept, ATTENTIONS["softmax"]), isinstance(new, ATTENTIONS["sima"])) == (True, True)
+    assert new.token_ref == 16
 
 
 def test_a_run_of_dino_gets_a_classifier(photos, tmp_path):
