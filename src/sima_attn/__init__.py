@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from sima_attn.export.quantize import quantize_onnx
     from sima_attn.models import load_official, save_official
     from sima_attn.models.loading import load
+    from sima_attn.models.saving import save
     from sima_attn.nn import (
         ATTENTIONS,
         SimAttention,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
         create_attention,
     )
     from sima_attn.ops import ExpCounter, SimaAccumulator, choose_order, sima_attention
+    from sima_attn.train.finetune import finetune
 
 __all__ = [
     "ATTENTIONS",
@@ -49,11 +51,13 @@ __all__ = [
     "convert",
     "create_attention",
     "export_onnx",
+    "finetune",
     "heatmap",
     "linearize",
     "load",
     "load_official",
     "quantize_onnx",
+    "save",
     "save_official",
     "sima_attention",
 ]
@@ -62,8 +66,10 @@ _HOMES = {
     "sima_attn.ops": ("ExpCounter", "SimaAccumulator", "choose_order", "sima_attention"),
     "sima_attn.models": ("load_official", "save_official"),
     "sima_attn.models.loading": ("load",),
+    "sima_attn.models.saving": ("save",),
     "sima_attn.conversion": ("ConversionReport", "convert"),
     "sima_attn.distill.api": ("linearize",),
+    "sima_attn.train.finetune": ("finetune",),
     "sima_attn.explain": ("heatmap",),
     "sima_attn.export.onnx": ("export_onnx",),
     "sima_attn.export.quantize": ("quantize_onnx",),

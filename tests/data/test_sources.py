@@ -4,12 +4,15 @@ import gzip
 import shutil
 import subprocess
 import tarfile
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from formats import encoded, write_members, write_parquet, write_table, write_tar
 
-from sima_attn.data.sources import check_same_classes, class_words, open_data
+from sima_attn.data.settings import Data
+from sima_attn.data.sources import check_same_classes, class_words, open_data, open_split, open_trained_split
 from small_runs import picture
 
 
@@ -302,3 +305,49 @@ def test_digits_are_split_by_class():
     assert len(train) + len(val) == 1797
     shares = np.bincount(val.labels) / (np.bincount(val.labels) + np.bincount(train.labels))
     assert np.all(np.abs(shares - 0.2) < 0.01)
+
+
+def unsplit(root, counts):
+    """CLASS/n.png without a split."""
+    for name, count in counts.items():
+        (root / name).mkdir(parents=True)
+        for i in range(count):
+            picture(i).save(root / name / f"{i}.png")
+    return root
+
+
+def names_of(source):
+    return [source.name(i) for i in range(len(source))]
+
+
+def test_a_part_of_each_class_is_held_out(tmp_path):
+    root = unsplit(tmp_path / "photos", {"cat": 20, "dog": 10, "owl": 2})
+    data = Data(str(root), val=0.2)
+    train, val = open_split(data, "train"), open_split(data, "val")
+    assert np.bincount(val.labels).tolist() == [4, 2, 1]  # at least one of each class
+    assert np.bincount(train.labels).tolist() == [16, 8, 1]
+    assert train.classes == val.classes == ["cat", "dog", "owl"]
+    assert sorted(names_of(train) + names_of(val)) == sorted(str(path) for path in root.rglob("*.png"))
+    assert names_of(open_split(data, "val")) == names_of(val)
+    assert names_of(open_split(replace(data, split_seed=1), "val")) != names_of(val)
+    moved = root.rename(tmp_path / "moved")
+    found = names_of(open_trained_split(data, "val", moved))
+    assert [Path(name).relative_to(moved) for name in found] == [Path(name).relative_to(root) for name in names_of(val)]
+
+
+def test_train_images_without_val_images_can_be_split_too(tmp_path):
+    unsplit(tmp_path / "train", {"cat": 5, "dog": 5})
+    with pytest.raises(FileNotFoundError, match=r"has no val images: .*--val 0\.2"):
+        open_data(tmp_path, "val")
+    assert len(open_split(Data(str(tmp_path), val=0.4), "val")) == 4
+
+
+def test_a_split_that_is_there_is_not_replaced(tmp_path):
+    unsplit(tmp_path / "train", {"cat": 2})
+    unsplit(tmp_path / "val", {"cat": 1})
+    data = Data(str(tmp_path), val=0.5)
+    with pytest.raises(ValueError, match=r"has val images of its own, and data\.val=0\.5"):
+        open_split(data, "val")
+    assert len(open_trained_split(data, "val")) == 1
+    with pytest.raises(ValueError, match="the class cat has 1 images: at least 2 are needed"):
+        open_split(Data(str(tmp_path / "val"), val=0.5), "val")

@@ -635,6 +635,7 @@ def test_the_recipes_are_the_papers():
     ("change", "message"),
     [
         ("model.num_classes=10", "model.num_classes must be none, got 10"),
+        ("data.val=0.2", "data.val must be none, got 0.2"),
         ("run.ema=0.9", "the teacher is the average"),
         ("crops.global_count=0", r"crops\.global_count must be at least 1, got 0"),
         ("crops.local_size=0", r"crops\.local_size must be at least 1"),

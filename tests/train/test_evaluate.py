@@ -254,3 +254,21 @@ def test_a_run_of_another_kind_is_refused_with_the_command_for_it(about, instead
     save_file({"w": torch.zeros(1)}, tmp_path / "weights.safetensors", metadata={"about": json.dumps(about)})
     with pytest.raises(ValueError, match=instead):
         load_model(tmp_path / "weights.safetensors")
+
+
+def test_a_folder_without_a_split_is_trained_and_evaluated_with_one(tmp_path):
+    """`sima train --val 0.25`: the recipe remembers the part, and `sima eval` needs nothing else."""
+    photos = class_folders(tmp_path / "photos", (8, 4)) / "train"
+    settings = [
+        "schedule.epochs=1",
+        "schedule.warmup_epochs=0",
+        "run.batch=6",
+        "augment.cutmix=0",
+        "model.kwargs.depth=1",
+    ]
+    command = ["train", "--data", str(photos), "--val", "0.25", "--out", str(tmp_path / "run"), "--device", "cpu"]
+    result = CliRunner().invoke(cli.app, [*command, *(word for each in settings for word in ("--set", each))])
+    assert result.exit_code == 0, result.output
+    assert evaluate(load_model(tmp_path / "run")).images == 6
+    assert evaluate(load_model(tmp_path / "run"), split="train").images == 18
+    assert evaluate(load_model(tmp_path / "run"), photos.parent).images == 12  # val images of their own

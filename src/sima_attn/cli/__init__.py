@@ -18,6 +18,7 @@ from sima_attn.cli import (
     doctor,
     explain,
     export,
+    finetune,
     linearize,
     models,
     reproduce,
@@ -30,7 +31,7 @@ from sima_attn.cli._shared import console
 # What `sima` shows, in this order. A test holds that every command has its place.
 THEMES = {
     "Try it": ("demo", "classify", "serve", "doctor"),
-    "Train": ("train", "eval", "recipes", "linearize", "dino", "knn", "linear", "detect"),
+    "Train": ("train", "finetune", "eval", "recipes", "linearize", "dino", "knn", "linear", "detect"),
     "Look": ("heatmap", "explain", "audit", "models"),
     "Ship": ("export", "quantize", "ship"),
     "Measure": ("bench", "reproduce"),
@@ -63,7 +64,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-for module in (demo, models, train, linearize, selfsupervised, explain, serve, classify, export, doctor):
+for module in (demo, models, train, finetune, linearize, selfsupervised, explain, serve, classify, export, doctor):
     app.add_typer(module.app)
 for name, group in {
     "explain": explain.group,

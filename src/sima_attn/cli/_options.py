@@ -35,4 +35,7 @@ Model = Annotated[
     Option(help="A model name, NAME=WEIGHTS, a run's folder or a checkpoint. Default: the model in the package."),
 ]
 Data = Annotated[str | None, Option(help="Folder of the images, or digits. Default: the recipe's.")]
+HeldOut = Annotated[
+    float | None, Option("--val", metavar="PART", help="Hold out this part of each class as val images, e.g. 0.2.")
+]
 DataOfRun = Annotated[str | None, Option(help="Folder of the images, or digits. Default: the run's.")]

@@ -177,7 +177,7 @@ def extract_splits(
     **options: Any,
 ) -> "tuple[list[Source], list[Features]]":
     """The train and val images, and their features by `reader`, extracted or as they were stored."""
-    from sima_attn.data.sources import check_same_classes, open_data
+    from sima_attn.data.sources import check_same_classes, open_trained_split
     from sima_attn.probe.features import extract, with_workers
 
     path = data or backbone.data.path
@@ -185,7 +185,7 @@ def extract_splits(
         raise ValueError(f"{name} is a registered model: give the images with --data")
     if not backbone.trained:
         teller()(f"{name} has no trained weights: these are the features of random ones")
-    sources = [open_data(path, split) for split in ("train", "val")]
+    sources = [open_trained_split(backbone.data, split, path) for split in ("train", "val")]
     check_same_classes(*sources)
     where = Path(name) if Path(name).is_dir() else Path(name).parent if Path(name).is_file() else Path("runs")
     where = where.parent if where.name == "checkpoints" else where

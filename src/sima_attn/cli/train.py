@@ -39,7 +39,7 @@ def resolved(
     folder: Path,
     resume: bool,
     overrides: list[str] | None,
-    options: Mapping[str, str | bool | None],
+    options: Mapping[str, str | float | bool | None],
 ) -> Any:
     """The recipe of a run, with the settings of --set and of the options that have a name of their own.
 
@@ -51,7 +51,9 @@ def resolved(
     if resume and recipe is None:  # it is in the folder; one that is given is compared with it
         base = RunFolder(folder).read_recipe(type(base))
     given = [
-        f"{name}={'true' if value is True else value}" for name, value in options.items() if value not in (None, False)
+        f"{name}={'true' if value is True else value}"
+        for name, value in options.items()
+        if value is not None and value is not False
     ]
     return with_overrides(base, [*(overrides or []), *given])
 
@@ -69,6 +71,7 @@ def say_finished(finished: "RunSummary", folder: Path, what: str, form: str = ".
 def train_command(
     recipe: Annotated[str | None, Option(help="Name of a recipe, see `sima recipes`. Default: digits.")] = None,
     data: option.Data = None,
+    val: option.HeldOut = None,
     out: option.RunFolder = None,
     overrides: option.Settings = None,
     resume: option.Resume = False,
@@ -82,7 +85,8 @@ def train_command(
     from sima_attn.train.recipes import named_recipe
 
     folder = out or Path("runs") / (recipe or "digits")
-    options = {"data.path": data, "run.precision": precision, "run.compile": compile_, "run.cuda_graph": cuda_graph}
+    options: dict[str, Any] = {"data.path": data, "data.val": val, "run.precision": precision}
+    options |= {"run.compile": compile_, "run.cuda_graph": cuda_graph}
     chosen = resolved(named_recipe, recipe, "digits", folder, resume, overrides, options)
     from sima_attn.train.classify import train_classifier  # slow to import: after the settings are checked
 

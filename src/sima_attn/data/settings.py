@@ -53,6 +53,8 @@ class Data:
         mean, std: Per channel, for values in [0, 1].
         workers: Decoding processes. The batches do not depend on their number.
         cache: Decode all images once, keep them on the device and augment whole batches there.
+        val: Part of the images of each class to hold out as val, for data without val images; None: the data have some.
+        split_seed: Seed of the choice of these images.
     """
 
     path: str
@@ -63,6 +65,8 @@ class Data:
     std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = IMAGENET_STD
     workers: Workers = 8
     cache: bool = False
+    val: Annotated[float, Limit("above 0 and below 1", lambda value: 0 < value < 1)] | None = None
+    split_seed: NonNegativeInt = 0
 
     @property
     def preprocessing(self) -> Preprocessing:

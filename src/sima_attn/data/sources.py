@@ -13,7 +13,9 @@ import re
 import tarfile
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,8 @@ from sima_attn.data.images import ENDINGS, images_in, is_hidden, read_image
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+    from sima_attn.data.settings import Data
 
 MAX_UNLISTED_CLASSES = 100_000  # more are not numbers of classes but other ids; ImageNet-21k has 21,841 classes
 SPLITS = {"train": ("train", "training"), "val": ("val", "validation", "valid", "test")}
@@ -96,22 +100,81 @@ def open_data(path: str | Path, split: str = "train", *, labelled: bool = True) 
         raise ValueError(f"split must be 'train' or 'val', got {split!r}")
     if str(path) == "digits":
         return Digits(split)
+    root = _folder(path)
+    source = _source_of(root, split, labelled)
+    if source is None:
+        raise FileNotFoundError(
+            f"{root} has no {split} images: neither a folder {split}/ with one folder per class, nor "
+            f"{split}-*.parquet, nor {split}-*.tar; `sima train` and `sima finetune` hold out a part of the images in "
+            "train/CLASS/ or CLASS/ with --val 0.2"
+        )
+    return source()
+
+
+def _folder(path: str | Path) -> Path:
     root = Path(path)
     if not root.is_dir():
         what = "is a file; pass the folder that contains it" if root.exists() else "does not exist; set it with --data"
         raise FileNotFoundError(f"the data folder {root} {what} (or use 'digits', which needs no files)")
+    return root
+
+
+def _source_of(root: Path, split: str, labelled: bool = True) -> Callable[[], Source] | None:
+    """A function that opens the images of a split; None where the folder has none."""
     for alias in SPLITS[split]:
         for ending, kind in ((".parquet", Parquet), (".tar", TarShards)):
             files = sorted([*root.glob(f"{alias}[-_.]*{ending}"), *root.glob(f"{alias}{ending}")])
             files = files or sorted((root / alias).glob(f"*{ending}"))
             if files:
-                return kind(files, root, labelled)
+                return partial(kind, files, root, labelled)
         if (root / alias).is_dir():
-            return ClassFolders(root / alias, labelled)
-    raise FileNotFoundError(
-        f"{root} has no {split} images: neither a folder {split}/ with one folder per class, nor {split}-*.parquet, "
-        f"nor {split}-*.tar"
-    )
+            return partial(ClassFolders, root / alias, labelled)
+    return None
+
+
+def has_val_images(path: str | Path) -> bool:
+    """Whether the data have val images of their own."""
+    return str(path) == "digits" or _source_of(_folder(path), "val") is not None
+
+
+def open_split(data: Data, split: str) -> Source:
+    """The images of a split, as the settings say: with `data.val`, that part of each class is held out as val.
+
+    These are parts of the train images, or of `CLASS/*.jpg` in a folder without any split.
+    """
+    if data.val is None:
+        return open_data(data.path, split)
+    if has_val_images(data.path):
+        raise ValueError(
+            f"{data.path} has val images of its own, and data.val={data.val} would hold out others; omit it"
+        )
+    whole = (_source_of(_folder(data.path), "train") or partial(ClassFolders, Path(data.path)))()
+    held_out = held_out_indices(whole, data.val, data.split_seed)
+    return Subset(whole, held_out if split == "val" else np.setdiff1d(np.arange(len(whole)), held_out))
+
+
+def open_trained_split(data: Data, split: str, path: str | Path | None = None) -> Source:
+    """The images of a split of the data of a run, or of other data; held out as in the run if they have no val images.
+
+    Data that were moved are other data, and have the same images held out.
+    """
+    where = data.path if path is None else str(path)
+    return open_split(replace(data, path=where, val=None if has_val_images(where) else data.val), split)
+
+
+def held_out_indices(source: Source, part: float, seed: int) -> np.ndarray:
+    """Indices of a part of the images of each class, sorted: at least one image, and not all of them."""
+    held_out = []
+    for label, name in enumerate(source.classes):
+        images = np.flatnonzero(source.labels == label)
+        if len(images) < 2:
+            raise ValueError(
+                f"the class {name} has {len(images)} images: at least 2 are needed to hold out a part of them; add "
+                "images, or remove the class"
+            )
+        count = min(max(1, round(part * len(images))), len(images) - 1)
+        held_out.append(np.random.default_rng([seed, label]).permutation(images)[:count])
+    return np.sort(np.concatenate(held_out))
 
 
 def check_same_classes(train: Source, val: Source) -> None:

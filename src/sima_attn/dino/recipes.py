@@ -81,6 +81,10 @@ class DinoRecipe:
             raise ValueError(
                 f"DINO trains without classes: model.num_classes must be none, got {self.model.num_classes}"
             )
+        if self.data.val is not None:
+            raise ValueError(
+                f"DINO holds out no images: data.val must be none, got {self.data.val}; put val images into val/"
+            )
         if self.run.ema is not None:
             raise ValueError(
                 f"the teacher is the average of the weights: run.ema must be none, got {self.run.ema}; set "

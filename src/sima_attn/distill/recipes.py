@@ -157,6 +157,8 @@ class LinearizeRecipe:
                     f"the student learns from outputs, not from labels: {setting} must be 0 without a stage of "
                     f"fine-tuning, got {value}"
                 )
+        if self.data.val is not None:
+            raise ValueError(f"data.val must be none, got {self.data.val}: set transfer.held_out instead")
         if self.data.cache and self.augment.randaugment is not None:
             raise ValueError("RandAugment needs single images: set data.cache=false or augment.randaugment=none")
         if self.run.ema is not None:

@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sima_attn.data.loader import BrokenImages, Samples, batch_loader, evaluation_transform
-from sima_attn.data.sources import open_data
+from sima_attn.data.settings import Data
+from sima_attn.data.sources import open_trained_split
 from sima_attn.explain.reading import PARTS, read_attention
 from sima_attn.models.loading import LoadedModel
 
@@ -185,7 +186,7 @@ def validation_batches(
 
     Unreadable ones are reported through `say` and skipped.
     """
-    source = open_data(data, "val")
+    source = open_trained_split(Data.of_model(loaded), "val", data)
     K = getattr(loaded.model, "num_classes", len(source.classes))
     if len(source.classes) != K or (loaded.classes is not None and loaded.classes != source.classes):
         raise ValueError(

@@ -2,6 +2,7 @@
 
 cvt, deit, miniature, xcit    the families, registered with timm when timm is imported
 settings, loading             the settings of a model -> the model; anything a user calls a model -> the model
+saving                        a model in memory -> a folder that loading takes
 preprocessing                 how a photo becomes an input
 weight_files, weights         files -> tensors; names of the official code -> ours
 pretrained                    the weights that come with the package

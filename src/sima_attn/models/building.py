@@ -5,10 +5,11 @@ file makes timm download weights or open another file, and no file makes it buil
 """
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +22,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from sima_attn._errors import unknown_name
 from sima_attn.conversion import convert
+from sima_attn.conversion.modules import Refused
+from sima_attn.conversion.placing import place
 from sima_attn.models.settings import ModelSettings
 from sima_attn.models.weight_files import StateDict
 from sima_attn.nn.token_ref import set_class_token_ref, set_token_ref
@@ -46,6 +49,7 @@ FACTORY = {
 WORD = re.compile(r"[A-Za-z0-9_.+-]{0,100}")  # neither an address nor a path into another folder
 MOST = 2**16  # of any number that is an argument of a model
 MOST_ITEMS = 100
+SETTINGS = "_sima_settings"  # attribute of a model that was built here
 AnySettings = TypeVar("AnySettings")
 
 
@@ -72,6 +76,72 @@ def build_mixed_model(settings: ModelSettings, num_classes: int, kept: Mapping[s
     return model
 
 
+@dataclass(frozen=True)
+class Exchanges:
+    """How a model differs from the one that its settings describe: in the metadata of its file, beside the recipe.
+
+    Attributes:
+        kept: Path -> name of an attention that a linearization has kept, None for timm's.
+        converted: Path -> name and options of an attention that was converted one by one.
+        token_refs: Path -> `token_ref` of a SimA module.
+    """
+
+    kept: Mapping[str, str | None] = field(default_factory=dict)
+    converted: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    token_refs: Mapping[str, float] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The entries of the metadata."""
+        return {name: entries for name, entries in vars(self).items() if entries}
+
+    @classmethod
+    def from_about(cls, about: Mapping[str, Any]) -> "Exchanges":
+        """From the metadata of a file, which anyone may have written."""
+        kept, converted, token_refs = (about.get(name, {}) for name in ("kept", "converted", "token_refs"))
+        if not isinstance(kept, dict) or not all(isinstance(name, str | None) for name in kept.values()):
+            raise ValueError(f"`kept` must map attentions to their names, got {str(kept)[:200]}")
+        if not isinstance(converted, dict) or not all(map(_is_attention, converted.values())):
+            raise ValueError(f"`converted` must map attentions to names and options, got {str(converted)[:200]}")
+        if not isinstance(token_refs, dict) or not all(map(_is_token_ref, token_refs.values())):
+            raise ValueError(f"`token_refs` must map attentions to numbers above 0, got {str(token_refs)[:200]}")
+        return cls(kept, converted, token_refs)
+
+
+def _is_attention(entry: Any) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("attention"), str) and is_plain(entry)
+
+
+def _is_token_ref(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def build_exchanged_model(settings: ModelSettings, num_classes: int, exchanges: Exchanges) -> nn.Module:
+    """The model of a recipe, with the attentions and the values of `token_ref` that it has instead."""
+    model = build_mixed_model(settings, num_classes, exchanges.kept)
+    exchanged: dict[nn.Module, Any] = {}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for path, entry in exchanges.converted.items():
+        options = dict(entry)
+        try:
+            if path not in modules:
+                raise Refused("the model has no such module")
+            place(model, path, options.pop("attention"), options, exchanged)
+        except (Refused, TypeError, ValueError) as error:
+            raise ValueError(f"{path} cannot be converted as it was when it was saved: {error}") from error
+    modules = dict(model.named_modules())
+    for path, token_ref in exchanges.token_refs.items():
+        if not hasattr(modules.get(path), "token_ref"):
+            raise ValueError(f"{settings.name} has no SimA attention {path!r} with a token_ref")
+        setattr(modules[path], "token_ref", token_ref)  # noqa: B010
+    return model
+
+
+def token_refs_of(model: nn.Module) -> dict[str, float]:
+    """Path -> `token_ref` of the SimA modules that have one."""
+    found = {path: getattr(module, "token_ref", None) for path, module in model.named_modules()}
+    return {path: float(token_ref) for path, token_ref in found.items() if token_ref is not None}
+
+
 def create_model(settings: ModelSettings, num_classes: int) -> nn.Module:
     """The model as timm creates it; models of other packages still have their own attention."""
     if settings.num_classes not in (None, num_classes):
@@ -83,9 +153,11 @@ def create_model(settings: ModelSettings, num_classes: int) -> nn.Module:
     if settings.attention is not None and _is_ours(settings):
         kwargs["attention"] = settings.attention
     try:
-        return timm.create_model(settings.name, **kwargs)
+        model = timm.create_model(settings.name, **kwargs)
     except TypeError as error:
         raise ValueError(f"{settings.name} cannot be built with {kwargs}: {error}") from error
+    vars(model)[SETTINGS] = settings
+    return model
 
 
 def check_name(name: str, kind: str = "model") -> None:
@@ -132,18 +204,19 @@ def check_arguments(settings: Any) -> None:
     for name, value in settings.kwargs.items():
         if name in FACTORY:
             raise ValueError(f"model.kwargs.{name} is not an argument of a model; remove it")
-        if name not in SOURCES and not _is_plain(value):
+        if name not in SOURCES and not is_plain(value):
             raise ValueError(
                 f"model.kwargs.{name} must be a number from -{MOST} to {MOST}, true, false, a word without / and :, or "
                 f"a list or table of these, got {str(value)[:200]}"
             )
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
+    """Whether a value is a word, a bounded number, or a list or table of these."""
     if isinstance(value, list | tuple):
-        return len(value) <= MOST_ITEMS and all(map(_is_plain, value))
+        return len(value) <= MOST_ITEMS and all(map(is_plain, value))
     if isinstance(value, Mapping):
-        return len(value) <= MOST_ITEMS and all(map(_is_plain, [*value.keys(), *value.values()]))
+        return len(value) <= MOST_ITEMS and all(map(is_plain, [*value.keys(), *value.values()]))
     if isinstance(value, str):
         return WORD.fullmatch(value) is not None
     return value is None or (isinstance(value, bool | int | float) and -MOST <= value <= MOST)

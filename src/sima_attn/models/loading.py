@@ -13,7 +13,9 @@ from torch import nn
 from sima_attn._errors import check_installed
 from sima_attn._settings import check_value, from_dict
 from sima_attn.models.building import (
-    build_mixed_model,
+    MOST,
+    Exchanges,
+    build_exchanged_model,
     check_arguments,
     check_name,
     check_size,
@@ -71,7 +73,7 @@ def load_model(
     weights: str | Path | None = None,
     pretrained: bool | None = None,
     branch: str | None = None,
-    features: bool = False,
+    features: bool | None = False,
     device: str = "cpu",
 ) -> LoadedModel:
     """A model by what a user calls it.
@@ -85,6 +87,7 @@ def load_model(
             - A run folder of `sima train` or `sima dino`: its weights, or its newest checkpoint while it is running.
             - A folder of an image model that `save_pretrained` of transformers has written, converted or not; a run of
               `sima linearize` with such a model is one.
+            - A folder of `sima_attn.save`.
             - A checkpoint (.pt) or weights (.safetensors) of such a run.
 
         weights: A file of weights for a name: .safetensors, or .pth that holds tensors alone.
@@ -92,7 +95,8 @@ def load_model(
             False leaves random ones.
         branch: Other weights of a run, from its checkpoints: "ema", the average of `sima train`, or "student" of
             `sima dino`.
-        features: Remove the classifier. A run of `sima dino`, which has none, is loaded only so.
+        features: Remove the classifier. A run of `sima dino`, which has none, is loaded only so. None keeps a
+            classifier where there is one.
     """
     text = DEFAULT if what is None else str(what)
     name, _, file = text.partition("=")
@@ -120,7 +124,7 @@ def load_model(
 
 
 def load(what: str | Path, *, features: bool = False) -> nn.Module:
-    """The model of a run folder, of a weight file of a run, or of a folder that `save_pretrained` has written.
+    """The model in a folder of `save`, of a run or of `save_pretrained`, or of a weight file of a run.
 
     It has the attentions that it was saved with, and is in eval mode. A model of transformers is returned as the class
     that was saved.
@@ -180,7 +184,7 @@ def classes_of(model: nn.Module) -> tuple[list[str] | None, dict[str, str]]:
     return names, dict(config.get("label_descriptions") or {})
 
 
-def _from_run(path: Path, branch: str | None, features: bool) -> LoadedModel:
+def _from_run(path: Path, branch: str | None, features: bool | None) -> LoadedModel:
     file = weights_of_run(path, branch=branch) if path.is_dir() else path
     about, weights = read_weights(file, branch)
     if "transformers" in about:
@@ -191,21 +195,23 @@ def _from_run(path: Path, branch: str | None, features: bool) -> LoadedModel:
     if "detector" in about:
         raise ValueError(f"{path} is a detector: use `sima detect predict` or `sima detect eval`")
     is_dino, recipe = about.get("task") == "dino", about.get("recipe")
-    if is_dino and not features:
+    if is_dino and features is False:
         raise ValueError(f"{path} has features and no classes: use `sima knn` or `sima linear`")
     if not isinstance(recipe, Mapping):
         raise not_ours(file)
-    classes = [] if is_dino else class_names_in(about, file)
+    without_names = is_dino or (about.get("task") == "saved" and about.get("classes") is None)
+    classes = [] if without_names else class_names_in(about, file)
     try:
         settings = without_sources(from_dict(ModelSettings, recipe.get("model", {})))
         check_value(settings, ModelSettings, "model")
         check_arguments(settings)
         preprocessing = Preprocessing.from_recipe(recipe.get("data", {}))
-        kept = _kept_attentions(about)
+        exchanges = Exchanges.from_about(about)
+        count = _number_of_classes(about) if without_names and not is_dino else len(classes)
     except ValueError as error:
         raise ValueError(f"the recipe in {file} cannot be used: {error}") from error
-    check_size(partial(create_model, settings, len(classes)), weights, file)
-    model: Any = build_mixed_model(settings, len(classes), kept)
+    check_size(partial(create_model, settings, count), weights, file)
+    model: Any = build_exchanged_model(settings, count, exchanges)
     if is_dino:
         set_token_refs(model, preprocessing.size, recipe.get("distill", {}))
     check_fits(weights, model.state_dict(), f"the weights in {file} do not fit the model of its recipe")
@@ -213,15 +219,15 @@ def _from_run(path: Path, branch: str | None, features: bool) -> LoadedModel:
     # timm's configuration describes published weights; this model has the classes and the preprocessing of its run.
     own = {**preprocessing.to_timm(), "label_names": classes, "label_descriptions": {}}
     model.pretrained_cfg = {**model.pretrained_cfg, **own}
-    return LoadedModel(path.name, model, preprocessing, None if is_dino else classes, about=about)
+    return LoadedModel(path.name, model, preprocessing, None if without_names else classes, about=about)
 
 
-def _kept_attentions(about: Mapping[str, Any]) -> dict[str, str | None]:
-    """Path -> attention of those that a linearization has kept, from the metadata of a file."""
-    kept = about.get("kept", {})
-    if not isinstance(kept, dict) or not all(isinstance(name, str | None) for name in kept.values()):
-        raise ValueError(f"`kept` must map attentions to their names, got {str(kept)[:200]}")
-    return kept
+def _number_of_classes(about: Mapping[str, Any]) -> int:
+    """The number of classes of a saved model that has no names for them."""
+    count = about.get("num_classes")
+    if type(count) is not int or not 0 <= count <= MOST:
+        raise ValueError(f"`num_classes` must be a number from 0 to {MOST}, got {str(count)[:200]}")
+    return count
 
 
 def class_names_in(about: Mapping[str, Any], where: Path) -> list[str]:

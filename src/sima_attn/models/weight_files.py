@@ -19,6 +19,7 @@ StateDict = dict[str, Tensor]
 WRAPPERS = ("model", "state_dict")
 RECIPE, WEIGHTS, CHECKPOINTS = "recipe.yaml", "weights.safetensors", "checkpoints"  # in the folder of a run
 ABOUT = "about"  # key of the metadata in a .safetensors file and in a checkpoint
+SEAL = "sima_attn.converted_attentions"  # a tensor in a file of `save`, which no model has
 _CHECKPOINT = re.compile(r"step-(\d+)\.pt")
 
 
@@ -53,7 +54,7 @@ def read_weights(path: Path, branch: str | None = None) -> tuple[dict[str, Any],
     if path.suffix == ".safetensors":
         if branch is not None:
             raise ValueError(f"{path} holds one set of weights; the {branch} weights are in the run's checkpoints")
-        return read_about(path), read_state_dict(path)
+        return read_about(path), read_state_dict(path, for_its_model=True)
     state = load_checkpoint(path)
     about: Any = state.get(ABOUT) if isinstance(state, dict) else None
     if not isinstance(about, dict):
@@ -135,8 +136,12 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         raise ValueError(f"the checkpoint {path} is damaged, or not a checkpoint: {error}") from error
 
 
-def read_state_dict(path: Path) -> StateDict:
-    """The tensors of a .safetensors file, or of a torch file, alone or wrapped."""
+def read_state_dict(path: Path, *, for_its_model: bool = False) -> StateDict:
+    """The tensors of a .safetensors file, or of a torch file, alone or wrapped.
+
+    A file that says that its attentions were converted is refused unless it is for the model that it describes: a
+    softmax model would take the weights, and compute something else.
+    """
     if not path.is_file():
         raise FileNotFoundError(f"there is no weight file {path}")
     try:
@@ -150,12 +155,32 @@ def read_state_dict(path: Path) -> StateDict:
         raise ValueError(
             f"{path} cannot be read as weights: give a .safetensors file, or a .pth that holds tensors alone"
         ) from error
+    if not for_its_model and _has_converted_attentions(path, content):
+        raise ValueError(
+            f"the attentions of the model in {path} were converted, and a model created by its name has others; "
+            f"give the file alone, without a name: it says which model it is (in Python sima_attn.load({str(path)!r}))"
+        )
+    if isinstance(content, dict):
+        content.pop(SEAL, None)
     for wrapper in WRAPPERS:
         if isinstance(content, dict) and isinstance(content.get(wrapper), dict):
             content = content[wrapper]
     if not _is_state_dict(content):
         raise ValueError(f"{path} holds no state dict, alone or under {' or '.join(map(repr, WRAPPERS))}")
     return {key.removeprefix("module."): value for key, value in content.items()}
+
+
+def _has_converted_attentions(path: Path, content: Any) -> bool:
+    """Whether the metadata of a file list converted attentions, or name an attention for a model of timm."""
+    if not isinstance(content, dict):
+        return False
+    about = read_about(path) if path.suffix == ".safetensors" else content.get(ABOUT)
+    recipe = about.get("recipe") if isinstance(about, dict) else None
+    model = recipe.get("model") if isinstance(recipe, dict) else None
+    if not isinstance(about, dict) or not isinstance(model, dict):
+        return SEAL in content
+    is_ours = str(model.get("name")).startswith("sima_")
+    return SEAL in content or bool(about.get("converted")) or (bool(model.get("attention")) and not is_ours)
 
 
 def _is_state_dict(content: Any) -> bool:

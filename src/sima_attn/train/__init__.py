@@ -6,6 +6,7 @@ start       everything before and after the loop: recipe -> run folder with weig
 stopping    SIGINT and SIGTERM
 recorded    CUDA graphs
 classify    the classification task        evaluate  accuracy of a trained model
+finetune    fine-tuning of a trained model        finetune_recipe  its settings
 run         the folder of a run        checkpoint, logs, curves  the files in it
 recipe_files  recipes in files, checked before use
 """

@@ -27,7 +27,7 @@ from sima_attn.data.loader import (
     training_batches,
 )
 from sima_attn.data.settings import Augment
-from sima_attn.data.sources import check_same_classes, open_data
+from sima_attn.data.sources import check_same_classes, open_split
 from sima_attn.models.building import build_model
 from sima_attn.report.progress import RunProgress
 from sima_attn.train.engine import RunSummary, Task
@@ -56,16 +56,16 @@ class Classification(Task):
 
     recordable = True
 
-    def __init__(self, recipe: Recipe, fabric: Fabric, progress: RunProgress) -> None:
+    def __init__(self, recipe: Any, fabric: Fabric, progress: RunProgress) -> None:
         self.recipe, self.fabric = recipe, fabric
         self.title = f"{recipe.name}: {recipe.model.name}, {recipe.model.attention or 'its own'} attention"
-        self.source, self.val = open_data(recipe.data.path, "train"), open_data(recipe.data.path, "val")
+        self.source, self.val = open_split(recipe.data, "train"), open_split(recipe.data, "val")
         check_same_classes(self.source, self.val)
         self.classes = self.source.classes
         self.share = Share(recipe.run.batch, fabric.global_rank, fabric.world_size, recipe.run.accumulate)
         self.steps_per_epoch = steps_per_epoch(self.source, self.share)
         seed_everything(recipe.run.seed)
-        self.model = build_model(recipe.model, len(self.classes))
+        self.model = self.build_model()
         hint = f"change data.size, or set model.kwargs.img_size={recipe.data.size} if the model has it"
         output_at(self.model, recipe.data.size, hint)
         self.mixup = create_mixup(recipe.augment, len(self.classes), self.share.piece)
@@ -74,6 +74,10 @@ class Classification(Task):
         if recipe.data.cache:
             self.cache = decode(self.source, "train", recipe.data, fabric.device, progress)
             self.val_cache = decode(self.val, "val", recipe.data, fabric.device, progress)
+
+    def build_model(self) -> nn.Module:
+        """The model for the classes of the data, with its initial weights."""
+        return build_model(self.recipe.model, len(self.classes))
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
         """Batches of this process."""
@@ -101,7 +105,7 @@ class Classification(Task):
         images, labels = batch
         return label_loss(model(images), labels, self.recipe.augment.smoothing)
 
-    def about(self, recipe: Recipe) -> dict[str, Any]:
+    def about(self, recipe: Any) -> dict[str, Any]:
         """Recipe, classes and number of training images."""
         return {"recipe": to_dict(recipe), "classes": self.classes, "images": len(self.source)}
 

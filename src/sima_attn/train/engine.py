@@ -110,6 +110,13 @@ class Task(ABC):
         """Whether to evaluate after this many steps, beside run.eval_epochs, e.g. at the end of a stage."""
         return False
 
+    def is_finished(self) -> bool:
+        """Whether to end the run before its last step; asked after each evaluation, and when a run is resumed.
+
+        The answer must follow from `state` alone, and be the same in all processes.
+        """
+        return False
+
     def state(self) -> dict[str, nn.Module]:
         """Further modules to save in checkpoints, by name: a teacher, a centre."""
         return {}
@@ -138,7 +145,7 @@ class NonFiniteError(ValueError):
 
 
 class RunSummary(NamedTuple):
-    """Metrics of the last evaluation, the averaged model (with run.ema), all steps, and the seconds of this process."""
+    """Metrics of the last evaluation, the averaged model (with run.ema), steps of the run, seconds of this process."""
 
     metrics: dict[str, float]
     ema: nn.Module | None
@@ -346,13 +353,13 @@ class TrainingLoop:
             if self.board is not None:
                 self.board.close()
         return RunSummary(
-            self.metrics, self.ema.module if self.ema else None, self.total, time.monotonic() - self.started
+            self.metrics, self.ema.module if self.ema else None, self.step, time.monotonic() - self.started
         )
 
     def make_steps(self) -> None:
         """Make the remaining steps, with evaluations and checkpoints; a signal stops the run after the current step."""
         batches = iter(self.task.batches(self.step, self.total))
-        while self.step < self.total:
+        while self.step < self.total and not self.task.is_finished():
             self.one_step(batches)
             every = self.run.eval_epochs * self.task.steps_per_epoch
             if self.step % every == 0 or self.step == self.total or self.task.needs_evaluation(self.step):
@@ -448,7 +455,7 @@ class TrainingLoop:
         row = {
             **self.position(),
             **{name: total / steps for name, total in self.sums.items()},
-            "lr": self.optimizer.param_groups[0]["lr"],
+            "lr": max(group["lr"] for group in self.optimizer.param_groups),
             "images_per_second": round(rate, 1),
         }
         self.write_log("train", row)
@@ -494,7 +501,7 @@ class TrainingLoop:
         """Write a checkpoint at the intervals of the recipe, when the run stops, and after the last step."""
         by_steps = self.run.checkpoint_steps and self.step % self.run.checkpoint_steps == 0
         by_time = time.monotonic() - self.saved_at > 60 * self.run.checkpoint_minutes
-        if by_steps or by_time or stopping or self.step == self.total:
+        if by_steps or by_time or stopping or self.step == self.total or self.task.is_finished():
             self.save()
 
     def stop_at_non_finite_loss(self, batches: list[Any]) -> None:

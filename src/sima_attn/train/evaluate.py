@@ -17,7 +17,7 @@ from torch import Tensor
 from sima_attn._files import atomic_write
 from sima_attn.data.loader import BrokenImages, evaluation_batches
 from sima_attn.data.settings import Data
-from sima_attn.data.sources import check_same_names, open_data
+from sima_attn.data.sources import check_same_names, open_trained_split
 from sima_attn.models.loading import LoadedModel
 from sima_attn.nn.token_ref import trained_at
 from sima_attn.report.rows import today
@@ -103,7 +103,7 @@ def evaluate(
     `token_ref` makes up for the shrinking of SimA's output at another number of tokens than at the training size.
     """
     trained = Data.of_model(loaded)
-    source = open_data(data if data is not None else trained.path, split)
+    source = open_trained_split(trained, split, data)
     settings = replace(
         trained,
         size=trained.size if size is None else size,

@@ -1,0 +1,70 @@
+"""`sima finetune`."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Argument, Option
+
+from sima_attn.cli import _options as option
+from sima_attn.cli._shared import console, teller
+from sima_attn.cli.train import check_installed
+
+app = typer.Typer()
+
+
+@app.command("finetune")
+def finetune_command(
+    model: Annotated[
+        str | None,
+        Argument(metavar="MODEL", help="A timm name, NAME=WEIGHTS, a folder or a file.", show_default="the package's"),
+    ] = None,
+    data: Annotated[str | None, Option(help="Folder of images, CLASS/*.jpg; or digits.")] = None,
+    out: Annotated[Path, Option(help="Folder of the run.")] = Path("runs/finetune"),
+    attention: Annotated[
+        str | None, Option(help="Build the model with this attention, e.g. sima.", show_default="the model's")
+    ] = None,
+    pretrained: Annotated[
+        bool, Option("--pretrained", help="Download the weights that timm knows for the name.")
+    ] = False,
+    weights: Annotated[Path | None, Option(help="File of weights for the name: .safetensors or .pth.")] = None,
+    epochs: Annotated[int | None, Option(help="Default: by the number of images.", min=1)] = None,
+    batch: Annotated[int | None, Option(help="Images per step. Default: by their number.", min=1)] = None,
+    size: Annotated[int | None, Option(help="Side of the images. Default: the model's.", min=1)] = None,
+    freeze: Annotated[str | None, Option(help="backbone or all-but-attention: weights that keep their values.")] = None,
+    lr: Annotated[float | None, Option(help="Learning rate of the classifier.", show_default="5e-4")] = None,
+    val: option.HeldOut = None,
+    overrides: option.Settings = None,
+    resume: option.Resume = False,
+    device: option.Device = "auto",
+    precision: option.Precision = None,
+) -> None:
+    """Fine-tune a trained model on your images. Runs on all processes of torchrun; --resume after a stop."""
+    check_installed()
+    from sima_attn.train.finetune import finetune
+
+    done = finetune(
+        model,
+        data,
+        out,
+        attention=attention,
+        weights=weights,
+        pretrained=pretrained or None,
+        epochs=epochs,
+        batch=batch,
+        size=size,
+        freeze=freeze,
+        lr=lr,
+        val=val,
+        overrides=[*(overrides or []), *([f"run.precision={precision}"] if precision else [])],
+        resume=resume,
+        device=device,
+    )
+    if os.environ.get("RANK", "0") != "0":
+        return
+    numbers = ", ".join(f"{name} {value:.4g}" for name, value in done.metrics.items())
+    console.print(f"[bold]{numbers}[/bold] after epoch {done.epoch:g}; {done.summary.seconds:.0f} s")
+    say = teller()
+    say(f"Run: {out} (weights.safetensors: the weights of that epoch, eval.csv, learning_curve.png)")
+    say(f"Next: sima eval {out}, sima classify --model {out} photo.jpg, sima export {out}")

@@ -1,0 +1,74 @@
+"""Settings of fine-tuning, and the defaults that follow from the number of images."""
+
+import math
+from dataclasses import dataclass
+from typing import Annotated
+
+from sima_attn._settings import NonNegativeInt, Share, one_of
+from sima_attn.data.settings import Augment, Data
+from sima_attn.models.settings import ModelSettings
+from sima_attn.train.recipes import Optim, Run, Schedule
+
+BACKBONE, ALL_BUT_ATTENTION = FREEZE = ("backbone", "all-but-attention")
+DEFAULT_VAL = 0.2
+MOST_EPOCHS, LEAST_EPOCHS = 50, 5
+MOST_BATCH, LEAST_BATCH = 128, 8
+
+
+@dataclass(frozen=True)
+class Finetune:
+    """What fine-tuning has beside training.
+
+    Attributes:
+        start: The model that the run started from, as it was given.
+        freeze: Weights that keep their values: "backbone" (all but the classifier) or "all-but-attention" (all but the
+            attentions and the classifier). None: all weights learn.
+        layer_decay: Factor of the learning rate from each layer to the one before it; the classifier has optim.lr.
+        patience: Evaluations without a better val accuracy after which the run ends; 0: never.
+    """
+
+    start: str
+    freeze: Annotated[str, one_of(*FREEZE)] | None = None
+    layer_decay: Share = 0.75
+    patience: NonNegativeInt = 10
+
+
+@dataclass(frozen=True)
+class FinetuneRecipe:
+    """A trained model that learns the classes of other images."""
+
+    name: str
+    model: ModelSettings
+    data: Data
+    augment: Augment
+    finetune: Finetune
+    optim: Optim
+    schedule: Schedule
+    run: Run
+
+    def check_relations(self) -> None:
+        """Raise where settings of different groups exclude each other."""
+        if self.data.cache and self.augment.randaugment is not None:
+            raise ValueError("RandAugment needs single images: set data.cache=false or augment.randaugment=none")
+        if self.run.ema is not None:
+            raise ValueError("fine-tuning keeps the best weights on the val images: run.ema must be none")
+
+
+def default_epochs(images: int) -> int:
+    """1500 / sqrt(images), from 5 to 50: more images make more steps, and need fewer epochs."""
+    return min(MOST_EPOCHS, max(LEAST_EPOCHS, round(1500 / math.sqrt(images))))
+
+
+def default_batch(images: int) -> int:
+    """The largest power of two that makes 16 steps per epoch, from 8 to 128."""
+    return min(MOST_BATCH, max(LEAST_BATCH, 2 ** int(math.log2(max(1, images / 16)))))
+
+
+def possible_batch(batch: int, images: int, processes: int) -> int:
+    """The batch, or the largest one that the images allow: each process gets an equal part of it."""
+    return batch if batch <= images else max(processes, images - images % processes)
+
+
+def default_schedule(epochs: int) -> Schedule:
+    """A tenth of the epochs, at least one, is warm-up; a run of one epoch has none."""
+    return Schedule(epochs, warmup_epochs=max(1, epochs // 10) if epochs > 1 else 0, min_lr=1e-6)
