@@ -55,8 +55,8 @@ STUDENTS = ("sima", "sima_local", "relu2")
 # Patch-token cosine, and IoU of the masks; 0 where there is no target.
 TARGETS = {"sima": (0.90, 0.0), "sima_local": (0.94, 0.0), "relu2": (0.975, 0.93)}
 SPEED_SIZES = (518, 1036)
-# 14 steps per epoch at this batch: 840 steps block by block, 840 for the attentions in the network, 700 for all weights.
-# The rates of the later stages are the recipe's; docs/engineering-notes.md has what was tried.
+# 14 steps per epoch at this batch: 840 steps block by block, 840 for the attentions in the network, 700 for all
+# weights. The rates of the later stages are the recipe's; docs/engineering-notes.md has what was tried.
 BATCH, EPOCHS = 64, (60, 60, 50)
 SETTINGS = (
     "run.precision=bf16",
