@@ -139,7 +139,8 @@ def test_the_optimiser_starts_anew_with_each_stage(teacher, tmp_path, monkeypatc
 
     monkeypatch.setattr(Linearization, "before_step", before_step)
     monkeypatch.setattr(Linearization, "after_step", after_step)
-    linearized(teacher, tmp_path / "run")
+    few = [*SMALL, "report.trade=0", "report.photos=0", "run.eval_epochs=100"]
+    linearized(teacher, tmp_path / "run", steps=8, batch=700, overrides=few)
     assert found == {ATTENTIONS: pytest.approx(1, rel=1e-2), NETWORK: pytest.approx(1, rel=1e-2)}
 
 
