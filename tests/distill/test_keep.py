@@ -22,7 +22,7 @@ from sima_attn.data.sources import open_data
 from sima_attn.distill.features import feature_colours, knn_agreement
 from sima_attn.distill.keeping import keep_blocks, kept_for_now, rank_blocks, relative_quality
 from sima_attn.distill.networks import build_student, exchanged, settings_of
-from sima_attn.distill.recipes import FINETUNE, NETWORK, Stages
+from sima_attn.distill.recipes import ATTENTIONS, FINETUNE, NETWORK, Stages
 from sima_attn.distill.report import MetricsRow, SpeedRow
 from sima_attn.distill.speed import measure_speed, sizes_for
 from sima_attn.distill.task import Linearization
@@ -214,6 +214,30 @@ def test_kept_attentions_are_those_of_the_teacher_and_share_the_parameters_of_th
     assert torch.equal(parameter, teacher.blocks[1].attn.qkv.weight)
     keep_blocks(student, teacher, paths[:1])
     assert torch.equal(student(images), teacher(images))
+
+
+def test_the_optimiser_starts_anew_with_each_stage(teacher, images, tmp_path, monkeypatch):
+    """The first step of Adam changes a weight by the learning rate, whatever the gradient; with old averages it
+    does not."""
+    before, found = {}, {}
+    prepare, finish = Linearization.before_step, Linearization.after_step
+
+    def before_step(self, step, groups):
+        prepare(self, step, groups)
+        if self.starts_stage(step):
+            weight = self.model.get_submodule(self.paths[0]).proj.weight
+            before[self.stage] = weight.detach().clone(), groups[0]["lr"]
+
+    def after_step(self, step):
+        if self.starts_stage(step - 1):
+            weight, lr = before[self.stage]
+            found[self.stage] = (self.model.get_submodule(self.paths[0]).proj.weight - weight).abs().max().item() / lr
+        finish(self, step)
+
+    monkeypatch.setattr(Linearization, "before_step", before_step)
+    monkeypatch.setattr(Linearization, "after_step", after_step)
+    linearized(teacher, images, tmp_path / "run", overrides=[*FAST, "report.trade=0"])
+    assert found == {ATTENTIONS: pytest.approx(1, rel=1e-2), NETWORK: pytest.approx(1, rel=1e-2)}
 
 
 def test_parameters_of_the_teacher_alone_stay_as_they_are(images, tmp_path):

@@ -119,31 +119,6 @@ def test_a_resumed_run_ends_with_the_same_bits(done, teacher, tmp_path, monkeypa
     assert again.blocks == whole.blocks
 
 
-def test_the_optimiser_starts_anew_with_each_stage(teacher, tmp_path, monkeypatch):
-    """The first step of Adam changes a weight by the learning rate, whatever the gradient; with old averages it
-    does not."""
-    before, found = {}, {}
-    prepare, finish = Linearization.before_step, Linearization.after_step
-
-    def before_step(self, step, groups):
-        prepare(self, step, groups)
-        if self.starts_stage(step):
-            weight = self.model.get_submodule(self.paths[0]).proj.weight
-            before[self.stage] = weight.detach().clone(), groups[0]["lr"]
-
-    def after_step(self, step):
-        if self.starts_stage(step - 1):
-            weight, lr = before[self.stage]
-            found[self.stage] = (self.model.get_submodule(self.paths[0]).proj.weight - weight).abs().max().item() / lr
-        finish(self, step)
-
-    monkeypatch.setattr(Linearization, "before_step", before_step)
-    monkeypatch.setattr(Linearization, "after_step", after_step)
-    few = [*SMALL, "report.trade=0", "report.photos=0", "run.eval_epochs=100"]
-    linearized(teacher, tmp_path / "run", steps=8, batch=700, overrides=few)
-    assert found == {ATTENTIONS: pytest.approx(1, rel=1e-2), NETWORK: pytest.approx(1, rel=1e-2)}
-
-
 def test_cached_images_are_the_same_images(done, teacher, tmp_path):
     """Without augmentation a cache changes nothing but the rounding of the normalised pixels."""
     cached = linearized(teacher, tmp_path / "run", overrides=[*SMALL, "data.cache=true"])
