@@ -177,6 +177,16 @@ def test_labels_of_parquet_files_are_used_for_the_accuracy(done, teacher, tmp_pa
     assert result.metrics["teacher_top1"] == done[1].metrics["teacher_top1"]
 
 
+def test_fine_tuning_names_labels_that_cannot_be_used(teacher, tmp_path):
+    for split in ("train", "val"):
+        write_parquet(tmp_path / f"{split}.parquet", [Image.new("RGB", (8, 8))] * 9, label=[-1] * 9)
+    out = tmp_path / "run"
+    with pytest.raises(ValueError, match="label") as error:
+        linearize(teacher, tmp_path, out, finetune=1, overrides=SMALL, device="cpu", quiet=True)
+    assert "have no labels" not in str(error.value)
+    assert not out.exists()
+
+
 def test_images_without_labels_are_opened_as_such(tmp_path):
     images = {split: [Image.new("RGB", (8, 8), (i, 0, 0)) for i in range(n)] for split, n in (("train", 9), ("val", 4))}
     for split, pictures in images.items():

@@ -69,14 +69,15 @@ MEASURED_IMAGES = 64  # for the errors of single blocks
 CHOICE_IMAGES = 256  # for the choice of the attentions to keep; they stay in memory meanwhile
 
 
-def open_images(path: str, held_out: float, seed: int) -> tuple[Source, Source]:
+def open_images(path: str, held_out: float, seed: int, *, labelled: bool = False) -> tuple[Source, Source]:
     """(images to learn from, images to measure on): the splits of the data, or parts of a folder of images.
 
-    Labels are optional. Without val images a part of the others is held out, always the same for a seed.
+    Labels are optional; with `labelled`, unusable ones are an error. Without val images a part of the others is held
+    out, always the same for a seed.
     """
     root = Path(path)
     try:
-        train = _open_split(path, "train")
+        train = _open_with_labels(path, "train", required=labelled)
     except FileNotFoundError:
         if not root.is_dir():
             raise
@@ -84,18 +85,20 @@ def open_images(path: str, held_out: float, seed: int) -> tuple[Source, Source]:
     if len(train) < LEAST_IMAGES:
         raise ValueError(f"{path} has {len(train)} images; a linearization needs at least {LEAST_IMAGES}")
     try:
-        return train, _open_split(path, "val")
+        return train, _open_with_labels(path, "val", required=labelled)
     except FileNotFoundError:
         order = np.random.default_rng(seed).permutation(len(train))
         count = max(1, round(held_out * len(train)))
         return Subset(train, np.sort(order[count:])), Subset(train, np.sort(order[:count]))
 
 
-def _open_split(path: str, split: str) -> Source:
+def _open_with_labels(path: str, split: str, *, required: bool) -> Source:
     """The images of a split, with their labels where they have usable ones."""
     try:
         return open_data(path, split)
     except ValueError:
+        if required:
+            raise
         return open_data(path, split, labelled=False)
 
 
@@ -143,7 +146,12 @@ class Linearization(Task):
     ) -> None:
         self.recipe, self.fabric, self.progress, self.classes = recipe, fabric, progress, classes
         self.title = f"{recipe.model.name}: {recipe.model.attention} learns from its teacher"
-        self.source, self.val = open_images(recipe.data.path, recipe.transfer.held_out, recipe.run.seed)
+        self.source, self.val = open_images(
+            recipe.data.path,
+            recipe.transfer.held_out,
+            recipe.run.seed,
+            labelled=recipe.schedule.finetune_epochs > 0,
+        )
         self.share = Share(recipe.run.batch, fabric.global_rank, fabric.world_size, recipe.run.accumulate)
         self.steps_per_epoch = steps_per_epoch(self.source, self.share)
         self.broken = BrokenImages(self.source, progress.say)
@@ -472,10 +480,13 @@ def train_linearization(
 
     summary = train_task(recipe, out, build=build, command="linearize", resume=resume, device=device, quiet=quiet)
     assert task is not None
-    done = task.finish(summary)
-    if task.fabric.is_global_zero:
-        photos = task.held_out_images(recipe.report.photos) if recipe.report.photos else None
-        write_report(done, recipe, Path(out), teacher=task.teacher, photos=photos, autocast=task.fabric.autocast)
+    first = task.fabric.is_global_zero
+    with RunProgress(shown=first and not quiet) as progress:
+        progress.counter("measuring for the report")  # up to minutes on a CPU
+        done = task.finish(summary)
+        if first:
+            photos = task.held_out_images(recipe.report.photos) if recipe.report.photos else None
+            write_report(done, recipe, Path(out), teacher=task.teacher, photos=photos, autocast=task.fabric.autocast)
     return done
 
 
