@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from sima_attn._settings import check, from_dict, with_overrides
 from sima_attn.conversion.api import SIMA_FORMS
 from sima_attn.conversion.modules import looks_like_attention
-from sima_attn.data.settings import Augment, Data
+from sima_attn.data.settings import Data
 from sima_attn.data.sources import Source, has_val_images, open_split
 from sima_attn.models.building import Exchanges, build_exchanged_model, token_refs_of, without_sources
 from sima_attn.models.huggingface import TimmInterface
@@ -35,6 +35,7 @@ from sima_attn.train.finetune_recipe import (
     DEFAULT_VAL,
     Finetune,
     FinetuneRecipe,
+    default_augment,
     default_batch,
     default_epochs,
     default_schedule,
@@ -361,11 +362,7 @@ def _recipe(
         name="finetune",
         model=replace(_settings_of(loaded), drop_path=0.0),
         data=data,
-        augment=(
-            Augment(crop="none", flip=0.0, smoothing=0.1)
-            if path == "digits"
-            else Augment(scale=(0.5, 1.0), color_jitter=0.2, smoothing=0.1)
-        ),
+        augment=default_augment(path),
         # A new attention changes what every layer gets, so that early layers have to learn as well.
         finetune=Finetune(given_name or loaded.name, layer_decay=1.0 if changed else 0.75),
         optim=Optim(lr=2e-3 if given["finetune.freeze"] == BACKBONE else 5e-4, lr_batch=0, clip=1.0),
