@@ -16,6 +16,7 @@ from sima_attn._settings import from_dict, to_dict, with_overrides
 from sima_attn.auditing.model import audit_named
 from sima_attn.cli import app
 from sima_attn.data.sources import open_data
+from sima_attn.distill.images import open_images
 from sima_attn.distill.networks import (
     Output,
     block_errors,
@@ -30,7 +31,7 @@ from sima_attn.distill.networks import (
     settings_of,
 )
 from sima_attn.distill.recipes import ATTENTIONS, BLOCKS, NETWORK, LinearizeRecipe, Stages
-from sima_attn.distill.task import Linearization, open_images
+from sima_attn.distill.task import Linearization
 from sima_attn.models.loading import load_model
 from sima_attn.nn.registry import create_attention
 from sima_attn.train.classify import train_classifier

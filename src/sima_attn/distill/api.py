@@ -12,10 +12,11 @@ from sima_attn._settings import from_dict, with_overrides
 from sima_attn.auditing import audit
 from sima_attn.conversion.huggingface import drops_patches, is_pretrained_model
 from sima_attn.data.settings import Augment, Data
+from sima_attn.distill.images import open_images
 from sima_attn.distill.networks import classes_of, settings_of
 from sima_attn.distill.recipes import DEFAULT_BUDGET, LinearizeRecipe, Stages, Transfer, epochs_for
 from sima_attn.distill.result import Linearized
-from sima_attn.distill.task import open_images, train_linearization
+from sima_attn.distill.task import train_linearization
 from sima_attn.models.huggingface import TimmInterface, check_takes_images, preprocessing_of
 from sima_attn.models.loading import LoadedModel, load_model
 from sima_attn.models.loading import classes_of as class_names_of

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from sima_attn.distill.recipes import Transfer
+
 Metrics = dict[str, float]
 
 
@@ -54,6 +56,43 @@ def relative_quality(metrics: Metrics) -> tuple[str, float]:
     if "top1" in metrics:
         return "accuracy relative to the teacher's", metrics["top1"] / max(metrics["teacher_top1"], 1e-9)
     return "cosine of the final tokens", metrics["cosine"]
+
+
+def choose_blocks(
+    errors: Mapping[str, float],
+    measure: Callable[[Sequence[str]], Metrics],
+    transfer: Transfer,
+    *,
+    most: int,
+    shown: int,
+) -> tuple[list[Kept], int]:
+    """The ranking, and how many of its attentions to keep: as many as `transfer` says, or as few as reach the budget.
+
+    Args:
+        errors, measure, most: See `rank_blocks`.
+        shown: Number of attentions to rank at least, for the report.
+    """
+
+    def reaches_budget(kept: Kept) -> bool:
+        return transfer.budget is not None and relative_quality(kept.metrics)[1] >= transfer.budget
+
+    ranking = rank_blocks(
+        errors,
+        measure,
+        most=most,
+        candidates=transfer.candidates,
+        is_enough=lambda ranked: len(ranked) > shown and any(map(reaches_budget, ranked)),
+    )
+    count = transfer.keep
+    if count is None:
+        count = next((K for K, kept in enumerate(ranking) if reaches_budget(kept)), None)
+    if count is None:
+        what, reached = relative_quality(ranking[-1].metrics)
+        raise ValueError(
+            f"the budget of {transfer.budget} was not reached: with {len(ranking) - 1} of {len(errors)} "
+            f"attentions kept, the {what} is {reached:.4f}; choose a lower --budget, a fixed --keep or more --steps"
+        )
+    return ranking, count
 
 
 @contextmanager

@@ -8,7 +8,6 @@ tokens on held-out images or, after a stage of fine-tuning with labels, with the
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,9 +29,10 @@ from sima_attn.data.loader import (
     steps_per_epoch,
     training_batches,
 )
-from sima_attn.data.sources import ClassFolders, Source, Subset, check_same_names, open_data
+from sima_attn.data.sources import Source, Subset, check_same_names
 from sima_attn.distill.features import knn_agreement
-from sima_attn.distill.keeping import Kept, Metrics, keep_blocks, kept_for_now, rank_blocks, relative_quality
+from sima_attn.distill.images import open_images
+from sima_attn.distill.keeping import Metrics, choose_blocks, keep_blocks, kept_for_now
 from sima_attn.distill.networks import (
     attend,
     block_errors,
@@ -53,6 +53,7 @@ from sima_attn.models.huggingface import TimmInterface, save_folder
 from sima_attn.models.preprocessing import Preprocessing
 from sima_attn.nn.eval_mode import eval_mode
 from sima_attn.report.progress import RunProgress
+from sima_attn.train.best import Best
 from sima_attn.train.checkpoint import load_newest
 from sima_attn.train.classify import create_mixup, label_loss, mixed
 from sima_attn.train.engine import Task
@@ -64,63 +65,8 @@ if TYPE_CHECKING:
 
     from sima_attn.train.engine import RunSummary
 
-LEAST_IMAGES = 8
 MEASURED_IMAGES = 64  # for the errors of single blocks
 CHOICE_IMAGES = 256  # for the choice of the attentions to keep; they stay in memory meanwhile
-
-
-def open_images(path: str, held_out: float, seed: int, *, labelled: bool = False) -> tuple[Source, Source]:
-    """(images to learn from, images to measure on): the splits of the data, or parts of a folder of images.
-
-    Labels are optional; with `labelled`, unusable ones are an error. Without val images a part of the others is held
-    out, always the same for a seed.
-    """
-    root = Path(path)
-    try:
-        train = _open_with_labels(path, "train", required=labelled)
-    except FileNotFoundError:
-        if not root.is_dir():
-            raise
-        train = ClassFolders(root, labelled=False)
-    if len(train) < LEAST_IMAGES:
-        raise ValueError(f"{path} has {len(train)} images; a linearization needs at least {LEAST_IMAGES}")
-    try:
-        return train, _open_with_labels(path, "val", required=labelled)
-    except FileNotFoundError:
-        order = np.random.default_rng(seed).permutation(len(train))
-        count = max(1, round(held_out * len(train)))
-        return Subset(train, np.sort(order[count:])), Subset(train, np.sort(order[:count]))
-
-
-def _open_with_labels(path: str, split: str, *, required: bool) -> Source:
-    """The images of a split, with their labels where they have usable ones."""
-    try:
-        return open_data(path, split)
-    except ValueError:
-        if required:
-            raise
-        return open_data(path, split, labelled=False)
-
-
-class Best(nn.Module):
-    """The best student so far, its score on held-out images, and its accuracy in percent (0 without labels)."""
-
-    score: Tensor
-    top1: Tensor
-
-    def __init__(self, student: nn.Module) -> None:
-        super().__init__()
-        self.network = copy.deepcopy(student).requires_grad_(False)
-        # As precise as the metrics: in float32 a student could seem better than its equal.
-        self.register_buffer("score", torch.tensor(-torch.inf, dtype=torch.float64))
-        self.register_buffer("top1", torch.tensor(0.0, dtype=torch.float64))
-
-    def offer(self, student: nn.Module, metrics: Metrics, score: str) -> None:
-        """Keep the student if its score, one of the metrics, is higher."""
-        if metrics[score] > float(self.score):
-            self.network.load_state_dict(student.state_dict())
-            self.score.fill_(metrics[score])
-            self.top1.fill_(metrics.get("top1", 0.0))
 
 
 class Linearization(Task):
@@ -231,7 +177,7 @@ class Linearization(Task):
         if step == schedule.first_step(FINETUNE, self.steps_per_epoch):
             # From the best distilled weights, which stay the result unless fine-tuning improves the accuracy.
             self.model.load_state_dict(self.best.network.state_dict())
-            self.best.score.copy_(self.best.top1)
+            self.best.score = (self.best.metrics["top1"],)
 
     def prepare(self, batch: Batch) -> Batch:
         """Images from the cache augmented; in the stage of fine-tuning mixed where the recipe has mixup or cutmix."""
@@ -281,25 +227,7 @@ class Linearization(Task):
             with kept_for_now(self.model, self.teacher, paths):
                 return self.measure(self.model, batches)
 
-        def reaches_budget(kept: Kept) -> bool:
-            return transfer.budget is not None and relative_quality(kept.metrics)[1] >= transfer.budget
-
-        ranking = rank_blocks(
-            self.errors(self.model),
-            measure,
-            most=most,
-            candidates=transfer.candidates,
-            is_enough=lambda ranked: len(ranked) > shown and any(map(reaches_budget, ranked)),
-        )
-        count = transfer.keep
-        if count is None:
-            count = next((K for K, kept in enumerate(ranking) if reaches_budget(kept)), None)
-        if count is None:
-            what, reached = relative_quality(ranking[-1].metrics)
-            raise ValueError(
-                f"the budget of {transfer.budget} was not reached: with {len(ranking) - 1} of {len(self.paths)} "
-                f"attentions kept, the {what} is {reached:.4f}; choose a lower --budget, a fixed --keep or more --steps"
-            )
+        ranking, count = choose_blocks(self.errors(self.model), measure, transfer, most=most, shown=shown)
         self.record.ranking = ranking
         if count:
             self.put_kept([kept.path for kept in ranking[1 : count + 1]])
@@ -312,7 +240,8 @@ class Linearization(Task):
     def evaluate(self, model: nn.Module) -> Metrics:
         """Cosine of the final tokens with the teacher's, agreement of the best class, and accuracy with labels."""
         metrics = self.measure(self.model, self._batches_of(self.val, self.broken_val))
-        self.best.offer(self.model, metrics, score="top1" if self.stage == FINETUNE else "cosine")
+        score = metrics["top1" if self.stage == FINETUNE else "cosine"]
+        self.best.offer(self.model, metrics, (score,), self.completed)
         if self.needs_evaluation(self.completed):
             self.record.stages.append((self.stage, metrics))
         return metrics

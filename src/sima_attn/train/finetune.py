@@ -6,22 +6,20 @@ with the best val accuracy.
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from timm.optim import param_groups_layer_decay
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from sima_attn._settings import check, from_dict, with_overrides
 from sima_attn.conversion.api import SIMA_FORMS
 from sima_attn.conversion.modules import looks_like_attention
-from sima_attn.data.settings import Augment, Data
+from sima_attn.data.settings import Data
 from sima_attn.data.sources import Source, has_val_images, open_split
 from sima_attn.models.building import Exchanges, build_exchanged_model, token_refs_of, without_sources
 from sima_attn.models.huggingface import TimmInterface
@@ -29,6 +27,7 @@ from sima_attn.models.loading import LoadedModel, load_model
 from sima_attn.models.settings import ModelSettings
 from sima_attn.nn import Attention, attention_class
 from sima_attn.nn.token_ref import sima_modules, tokens_at
+from sima_attn.train.best import Best
 from sima_attn.train.checkpoint import load_newest
 from sima_attn.train.classify import Classification
 from sima_attn.train.finetune_recipe import (
@@ -36,6 +35,7 @@ from sima_attn.train.finetune_recipe import (
     DEFAULT_VAL,
     Finetune,
     FinetuneRecipe,
+    default_augment,
     default_batch,
     default_epochs,
     default_schedule,
@@ -78,38 +78,6 @@ class Start:
     classes: list[str] | None
     changed: bool
     notes: Sequence[str]
-
-
-class Best(nn.Module):
-    """The best weights so far, their metrics and step, and the number of evaluations since then."""
-
-    top1: Tensor
-    top5: Tensor
-    loss: Tensor
-    step: Tensor
-    waited: Tensor
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.network = copy.deepcopy(model).requires_grad_(False)
-        for name, value in {"top1": -1.0, "top5": 0.0, "loss": 0.0}.items():  # as precise as the metrics
-            self.register_buffer(name, torch.tensor(value, dtype=torch.float64))
-        for name in ("step", "waited"):
-            self.register_buffer(name, torch.tensor(0))
-
-    def offer(self, model: nn.Module, metrics: dict[str, float], step: int) -> None:
-        """Keep the weights if their accuracy is higher, or the same at a lower loss."""
-        if (metrics["top1"], -metrics["loss"]) <= (float(self.top1), -float(self.loss)):
-            self.waited += 1
-            return
-        self.network.load_state_dict(model.state_dict())
-        for name, value in {**metrics, "step": step, "waited": 0}.items():
-            getattr(self, name).fill_(value)
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Those of the best weights."""
-        return {name: float(getattr(self, name)) for name in ("top1", "top5", "loss")}
 
 
 class Finetuning(Classification):
@@ -180,10 +148,11 @@ class Finetuning(Classification):
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """As of any classifier; the best weights are kept."""
         metrics = super().evaluate(model)
-        self.best.offer(model, metrics, self.completed)
+        # Of the same accuracy, the lower loss is better.
+        self.best.offer(model, metrics, (metrics["top1"], -metrics["loss"]), self.completed)
         if self.is_finished():
             self.progress.say(
-                f"stopped early: {int(self.best.waited)} evaluations in a row were not better than the one after "
+                f"stopped early: {self.best.waited} evaluations in a row were not better than the one after "
                 f"epoch {self.best_epoch:g} (finetune.patience)"
             )
         return metrics
@@ -191,12 +160,12 @@ class Finetuning(Classification):
     @property
     def best_epoch(self) -> float:
         """The epoch after which the best weights were found."""
-        return int(self.best.step) / self.steps_per_epoch
+        return self.best.step / self.steps_per_epoch
 
     def is_finished(self) -> bool:
         """After `patience` evaluations without a better one."""
         patience = self.recipe.finetune.patience
-        return bool(patience) and int(self.best.waited) >= patience
+        return bool(patience) and self.best.waited >= patience
 
     def state(self) -> dict[str, nn.Module]:
         """The best weights."""
@@ -393,11 +362,7 @@ def _recipe(
         name="finetune",
         model=replace(_settings_of(loaded), drop_path=0.0),
         data=data,
-        augment=(
-            Augment(crop="none", flip=0.0, smoothing=0.1)
-            if path == "digits"
-            else Augment(scale=(0.5, 1.0), color_jitter=0.2, smoothing=0.1)
-        ),
+        augment=default_augment(path),
         # A new attention changes what every layer gets, so that early layers have to learn as well.
         finetune=Finetune(given_name or loaded.name, layer_decay=1.0 if changed else 0.75),
         optim=Optim(lr=2e-3 if given["finetune.freeze"] == BACKBONE else 5e-4, lr_batch=0, clip=1.0),

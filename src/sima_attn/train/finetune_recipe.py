@@ -54,6 +54,13 @@ class FinetuneRecipe:
             raise ValueError("fine-tuning keeps the best weights on the val images: run.ema must be none")
 
 
+def default_augment(path: str) -> Augment:
+    """Large crops, flips and light colour jitter; digits stay as they are, since a flipped one is none."""
+    if path == "digits":
+        return Augment(crop="none", flip=0.0, smoothing=0.1)
+    return Augment(scale=(0.5, 1.0), color_jitter=0.2, smoothing=0.1)
+
+
 def default_epochs(images: int) -> int:
     """1500 / sqrt(images), from 5 to 50: more images make more steps, and need fewer epochs."""
     return min(MOST_EPOCHS, max(LEAST_EPOCHS, round(1500 / math.sqrt(images))))

@@ -1,0 +1,223 @@
+"""The model in the package fine-tuned on CIFAR-10, against training from scratch, with few images and with all of them.
+
+    python benchmarks/finetune_cifar.py --data PATH --only subset          # writes 5,000 of the images
+    python benchmarks/finetune_cifar.py --data PATH --only finetuned_5000  # and each other line, in any order
+    python benchmarks/finetune_cifar.py --data PATH --rows finetune_cifar.csv
+
+Each line makes as many steps as the defaults of `sima finetune` for that many images, with the same batch, augmentation
+and schedule. The learning rate from scratch is one that suits it, and is the same in all layers. The softmax twin is
+the same XCiT with its own attention, XCA. Only the last weights are evaluated, so that no line is chosen by the test
+images. Each step is a run in --folder of its own; finished steps are skipped, interrupted ones start again. All of them
+together take 4 minutes when they run side by side on one GPU.
+"""
+
+import argparse
+import json
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from sima_attn import finetune
+from sima_attn._devices import resolve_device
+from sima_attn._settings import with_overrides
+from sima_attn.data.settings import Data
+from sima_attn.data.sources import held_out_indices, open_data
+from sima_attn.models.loading import DEFAULT, load_model
+from sima_attn.models.settings import ModelSettings
+from sima_attn.report.rows import provenance_columns, write_rows
+from sima_attn.report.tables import TextTable
+from sima_attn.train.classify import train_classifier
+from sima_attn.train.finetune_recipe import default_augment, default_batch, default_epochs, default_schedule
+from sima_attn.train.recipes import Optim, Recipe, Run
+
+SUBSET, SMALL = "subset", 5000  # images, as many of each class as it has a part of all
+SCRATCH_LR = 1e-3
+GPU_SETTINGS = ("run.cuda_graph=true",)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the table: `small` with few images, `pretrained` fine-tuned instead of trained from scratch."""
+
+    name: str
+    attention: str
+    small: bool
+    pretrained: bool = False
+
+
+LINES = (
+    Line("finetuned_5000", "sima", small=True, pretrained=True),
+    Line("scratch_5000", "sima", small=True),
+    Line("softmax_5000", "xca", small=True),
+    Line("finetuned_50000", "sima", small=False, pretrained=True),
+    Line("scratch_50000", "sima", small=False),
+    Line("softmax_50000", "xca", small=False),
+)
+
+
+@dataclass(frozen=True)
+class CifarRow:
+    """A model and its accuracy on the test images in percent, after its last step."""
+
+    name: str
+    model: str
+    attention: str
+    pretrained: bool
+    train_images: int
+    val_images: int
+    epochs: int
+    steps: int
+    batch: int
+    top1: float
+    seconds: float
+    settings: str
+    device: str
+    torch: str
+    date: str
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Data, folder and settings of a benchmark.
+
+    Attributes:
+        epochs: Of all lines; None for the defaults of `sima finetune`.
+        settings: Changes to all recipes, as for `--set`.
+    """
+
+    data: str
+    folder: Path
+    device: str
+    epochs: int | None = None
+    settings: Sequence[str] = ()
+
+    def run(self, name: str) -> None:
+        """One step, unless it is finished."""
+        place = self.folder / name
+        done = place / "row.json"
+        if done.exists():
+            print(f"{name}: finished before")
+            return
+        shutil.rmtree(place, ignore_errors=True)
+        if name == SUBSET:
+            place.mkdir(parents=True)
+            done.write_text(json.dumps(write_subset(self.data, place / "data", SMALL)))
+            return
+        row = self.measure(next(line for line in LINES if line.name == name), place / "run")
+        done.write_text(json.dumps(asdict(row)))
+        print(cifar_table([row]).markdown())
+
+    def measure(self, line: Line, out: Path) -> CifarRow:
+        """Fine-tune the model in the package, or train it or its twin from scratch."""
+        data = self.data
+        if line.small:
+            data = str(self.folder / SUBSET / "data")
+            if not (self.folder / SUBSET / "row.json").exists():
+                raise ValueError(f"there are no images in {data}; run --only {SUBSET} first")
+        images = len(open_data(data, "train"))
+        epochs = self.epochs or default_epochs(images)
+        settings = ["data.cache=true", "data.workers=0", "run.precision=bf16", f"run.eval_epochs={epochs}"]
+        settings += self.settings
+        start = time.monotonic()
+        if line.pretrained:
+            summary = finetune(DEFAULT, data, out, epochs=epochs, overrides=settings, device=self.device).summary
+        else:
+            recipe = with_overrides(scratch_recipe(line.attention, data, images, epochs), settings)
+            summary = train_classifier(recipe, out, device=self.device)
+        recipe_of_run = load_model(out).about["recipe"]
+        return CifarRow(
+            name=line.name,
+            model=DEFAULT,
+            attention=line.attention,
+            pretrained=line.pretrained,
+            train_images=images,
+            val_images=len(open_data(data, "val")),
+            epochs=recipe_of_run["schedule"]["epochs"],
+            steps=summary.steps,
+            batch=recipe_of_run["run"]["batch"],
+            top1=round(summary.metrics["top1"], 2),
+            seconds=round(time.monotonic() - start, 1),
+            settings=" ".join([*settings, f"optim.lr={recipe_of_run['optim']['lr']}"]),
+            **provenance_columns(self.device),
+        )
+
+    def rows(self) -> list[CifarRow]:
+        """The rows of all finished lines, in the order of the table."""
+        files = [self.folder / line.name / "row.json" for line in LINES]
+        return [CifarRow(**json.loads(file.read_text())) for file in files if file.exists()]
+
+
+def scratch_recipe(attention: str, data: str, images: int, epochs: int) -> Recipe:
+    """Training from random weights, otherwise as `sima finetune` trains the model in the package."""
+    return Recipe(
+        name="scratch",
+        model=ModelSettings(DEFAULT, attention),
+        data=Data(data, **vars(load_model(DEFAULT).preprocessing)),
+        augment=default_augment(data),
+        optim=Optim(lr=SCRATCH_LR, lr_batch=0, clip=1.0),
+        schedule=default_schedule(epochs),
+        run=Run(batch=min(default_batch(images), images), log_steps=10),
+    )
+
+
+def write_subset(data: str, folder: Path, count: int) -> dict[str, int]:
+    """Write about `count` train images, the same part of each class, and all val images; return their numbers."""
+    numbers = {}
+    for split in ("train", "val"):
+        source = open_data(data, split)
+        chosen = np.arange(len(source)) if split == "val" else held_out_indices(source, count / len(source), seed=0)
+        for name in source.classes:
+            (folder / split / name).mkdir(parents=True)
+        for i in chosen.tolist():
+            source.read(i).save(folder / split / source.classes[source.labels[i]] / f"{i:06}.png")
+        numbers[split] = len(chosen)
+    return numbers
+
+
+def cifar_table(rows: Sequence[CifarRow]) -> TextTable:
+    """One line per model."""
+    head = ["train images", "start", "attention", "epochs", "steps", "top-1", "seconds"]
+    lines = [
+        [
+            f"{row.train_images:,}",
+            "the package's weights" if row.pretrained else "random weights",
+            {"sima": "SimA", "xca": "softmax (XCA)"}[row.attention],
+            str(row.epochs),
+            f"{row.steps:,}",
+            f"{row.top1:.1f}",
+            f"{row.seconds:.0f}",
+        ]
+        for row in rows
+    ]
+    return TextTable(head, lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run steps, or collect the rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", required=True, help="folder of CIFAR-10, as for `sima train`")
+    parser.add_argument("--folder", type=Path, default=Path("runs/finetune_cifar"), help="folder for the runs")
+    steps = (SUBSET, *(line.name for line in LINES))
+    parser.add_argument("--only", action="append", choices=steps, help="repeatable; by default all that are missing")
+    parser.add_argument("--rows", type=Path, help="CSV file for the rows of all finished lines")
+    parser.add_argument("--epochs", type=int, help="epochs of all lines", default=None)
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of all recipes")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    given = parser.parse_args(arguments)
+    device = resolve_device(given.device)
+    on_gpu = GPU_SETTINGS if device == "cuda" else ()
+    bench = Bench(given.data, given.folder, device, given.epochs, (*on_gpu, *given.set))
+    for name in given.only or ([] if given.rows else steps):
+        bench.run(name)
+    if given.rows:
+        rows = bench.rows()
+        write_rows(given.rows, rows)
+        print(cifar_table(rows).markdown())
+
+
+if __name__ == "__main__":
+    main()
