@@ -333,6 +333,16 @@ def test_blur_and_solarisation_have_the_chance_of_their_view():
     assert (first.sum((1, 2, 3)) > second.sum((1, 2, 3))).all()
 
 
+def test_drawing_the_views_leaves_the_weights_as_they_are(data, tmp_path, monkeypatch):
+    recipe = small_dino(data, "schedule.epochs=1", "model.drop_path=0.2", "probe.bank=0")
+    train(recipe, tmp_path / "with")
+    monkeypatch.setattr(Dino, "draw_batch", lambda *arguments: None)
+    train(recipe, tmp_path / "without")
+    assert not (tmp_path / "without" / "batch.png").exists()
+    with_, without = ((tmp_path / name / "weights.safetensors").read_bytes() for name in ("with", "without"))
+    assert with_ == without
+
+
 def test_views_follow_one_another_each_of_all_images():
     """Images of one colour each: every view of image b has colour b, in both ways of making them."""
     plain = {"jitter": 0.0, "grey": 0.0, "blur": (1.0, 1.0, 1.0), "solarise": 0.0, "local_count": 3, "local_size": 8}
@@ -450,6 +460,7 @@ def test_two_epochs_leave_a_teacher_logs_and_a_curve(data, tmp_path):
     assert {"loss", "teacher_entropy", "teacher_information", "feature_variance", "grad_norm", "lr"} <= set(rows[0])
     assert all(float(row["teacher_information"]) > dino.COLLAPSED for row in rows)
     assert (tmp_path / "run" / "learning_curve.png").is_file()
+    assert (tmp_path / "run" / "batch.png").is_file()
     teacher, student = (
         load_backbone(what, branch=branch).model.state_dict()
         for what, branch in ((tmp_path / "run", "teacher"), (tmp_path / "run", "student"))

@@ -95,6 +95,7 @@ def test_the_run_folder_is_the_student_and_nothing_else(done, teacher):
     assert audit_named(str(out)).is_exp_free
     assert not audit_named(str(teacher)).is_exp_free
     assert "cosine of final tokens" in (out / "report.md").read_text()
+    assert (out / "batch.png").is_file()
     assert len((out / "blocks.csv").read_text().splitlines()) == 1 + len(result.blocks)
 
 

@@ -8,9 +8,9 @@ from typer.testing import CliRunner
 
 from sima_attn import cli
 from sima_attn.explain import photo_model as photo_model_module
-from sima_attn.explain.drawing import EFFECT, HEAT, Tile, colour, overlay, sheet
 from sima_attn.explain.effects import AttentionRow
 from sima_attn.explain.gallery import _rows_by_depth
+from sima_attn.report.drawing import EFFECT, HEAT, TEXT, Tile, colour, overlay, sheet
 from sima_attn.report.rows import read_rows
 
 runner = CliRunner()
@@ -178,3 +178,11 @@ def test_a_sheet_holds_every_picture_whole():
     is_red = (page[..., 0] > 200) & (page[..., 1] < 50)
     assert is_red.sum() == 2 * 100 * 50
     assert ((page[..., 2] > 200) & (page[..., 1] < 50)).sum() == 25 * 100
+
+
+def test_a_caption_of_two_lines_makes_its_row_higher():
+    one, two = (sheet([[Tile(Image.new("RGB", (9, 9)), text)] * 2] * 2, cell=100) for text in ("cat", "cat\ndog"))
+    assert two.height == one.height + 2 * (TEXT + 8)
+    above, below = (np.asarray(two)[16 + 100 + part * (TEXT + 8) :][: TEXT + 8] for part in (0, 1))
+    assert above.min() < 128
+    assert below.min() < 128

@@ -270,6 +270,7 @@ def test_it_runs_without_torchdata_tensorboard_and_matplotlib(data, tmp_path, mo
     finished, _ = train(small_recipe(data, epochs=1), tmp_path / "run")
     assert finished.steps == 3
     assert {p.name for p in (tmp_path / "run").iterdir()} == {
+        "batch.png",
         "checkpoints",
         "eval.csv",
         "recipe.yaml",

@@ -81,6 +81,7 @@ def test_all_weights_but_the_classifier_are_taken_over(source, photos, tmp_path)
     loaded = load_model(tmp_path / "run")
     assert loaded.classes == ["cat", "dog", "owl"]
     assert loaded.about["task"] == "finetune"
+    assert (tmp_path / "run" / "batch.png").is_file()
 
 
 def test_the_classifier_is_kept_where_the_classes_are_the_same(photos, tmp_path):

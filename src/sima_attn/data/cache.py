@@ -111,3 +111,10 @@ def normalise(images: Tensor, data: Data) -> Tensor:
     mean = torch.tensor(data.mean, device=images.device).view(1, 3, 1, 1)
     std = torch.tensor(data.std, device=images.device).view(1, 3, 1, 1)
     return (images - mean) / std
+
+
+def denormalise(images: Tensor, data: Data) -> Tensor:
+    """The inverse of `normalise`, cut to [0, 1]."""
+    mean = torch.tensor(data.mean, device=images.device).view(1, 3, 1, 1)
+    std = torch.tensor(data.std, device=images.device).view(1, 3, 1, 1)
+    return (images * std + mean).clamp(0, 1)

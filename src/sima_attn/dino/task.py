@@ -39,7 +39,9 @@ from sima_attn.dino.recipes import DinoRecipe, Distill
 from sima_attn.models.building import build_model, set_token_refs
 from sima_attn.models.compiled import compile_blocks
 from sima_attn.ops.eager import without_autocast
+from sima_attn.report.drawing import Tile
 from sima_attn.report.progress import RunProgress
+from sima_attn.train.batch_picture import save_sheet, to_pictures
 from sima_attn.train.classify import output_at
 from sima_attn.train.engine import RunSummary, Task
 from sima_attn.train.start import train_task
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
 COLLAPSED = 1e-3  # nats of information; untrained teachers have at least 0.005
+DRAWN_IMAGES, DRAWN_SIDE = 6, 120  # in the picture of the first batch; pixels per view
 COLLAPSE_CHECK_INTERVAL = 10  # steps; each check synchronises with the device
 
 
@@ -257,6 +260,18 @@ class Dino(Task):
             return self.crop(batch)
         data = self.recipe.data
         return [normalise(group, data) for group in split_views(batch, self.recipe.crops, data.size)]
+
+    def draw_batch(self, batch: Sequence[Tensor], path: Path) -> None:
+        """One row per image with all its views; the teacher sees the global ones."""
+        crops, images = self.recipe.crops, len(batch[0]) // self.recipe.crops.global_count
+        names = ["global"] * crops.global_count + ["local"] * crops.local_count
+        shown = [view[:DRAWN_IMAGES] for group in batch for view in group.split(images)]  # one [n, 3, s, s] per view
+        columns = [
+            [Tile(picture, name) for picture in to_pictures(view, self.recipe.data)]
+            for view, name in zip(shown, names, strict=True)
+        ]
+        title = f"first training batch: views of {len(columns[0])} of {images} images"
+        save_sheet(path, list(zip(*columns, strict=True)), title, DRAWN_SIDE)
 
     def loss(self, model: Callable[..., Any], batch: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Cross entropy of the student against the teacher, and measures of the variety of the teacher's outputs."""

@@ -13,10 +13,11 @@ from PIL import Image
 from torch import Tensor
 
 from sima_attn._files import atomic_write
+from sima_attn.data.cache import denormalise
 from sima_attn.data.settings import Data
-from sima_attn.explain.drawing import Tile, sheet
 from sima_attn.nn.grid import token_layout
 from sima_attn.probe.knn import nearest
+from sima_attn.report.drawing import Tile, sheet
 
 SHOWN_RANGE = (0.01, 0.99)  # quantiles of the teacher's values that are shown as 0 and as full colour
 SIDE = 224  # of a picture, in pixels
@@ -62,8 +63,7 @@ def draw_features(path: Path, images: Tensor, teacher: Tensor, student: Tensor, 
     """
     prefix, rows, columns = token_layout(teacher.shape[1], None, None, "a picture of features")
     colours = feature_colours(teacher[:, prefix:].cpu().float(), student[:, prefix:].cpu().float())
-    mean, std = (torch.tensor(values)[:, None, None] for values in (data.mean, data.std))
-    photos = (images.cpu().float() * std + mean).clamp(0, 1).permute(0, 2, 3, 1)  # [n, S, S, 3]
+    photos = denormalise(images.cpu().float(), data).permute(0, 2, 3, 1)  # [n, S, S, 3]
     lines = []
     for photo, *maps in zip(photos, *colours, strict=True):
         grids = [each.unflatten(0, (rows, columns)) for each in maps]

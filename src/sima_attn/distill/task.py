@@ -53,6 +53,7 @@ from sima_attn.models.huggingface import TimmInterface, save_folder
 from sima_attn.models.preprocessing import Preprocessing
 from sima_attn.nn.eval_mode import eval_mode
 from sima_attn.report.progress import RunProgress
+from sima_attn.train.batch_picture import draw_labelled
 from sima_attn.train.best import Best
 from sima_attn.train.checkpoint import load_newest
 from sima_attn.train.classify import create_mixup, label_loss, mixed
@@ -183,6 +184,10 @@ class Linearization(Task):
         """Images from the cache augmented; in the stage of fine-tuning mixed where the recipe has mixup or cutmix."""
         batch = augmented(batch, self.recipe.data, self.recipe.augment)
         return mixed(batch, self.mixup) if self.stage == FINETUNE else batch
+
+    def draw_batch(self, batch: Batch, path: Path) -> None:
+        """Augmented images, with their classes if they have labels."""
+        draw_labelled(path, batch, self.source, self.recipe.data, self.recipe.augment.smoothing)
 
     def loss(self, model: Callable[..., Any], batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Mean relative error of the new attentions, difference of the final outputs, or the loss of the labels."""

@@ -5,7 +5,7 @@ reading     queries, keys and token grids of all layers, recorded by forward hoo
 maps        a layer -> a map in [0, 1] at the size of the image
 effects     contributions of all tokens to one token; statistics of the attention
 deletion    deletion and insertion test of the maps
-drawing, gallery, figures    maps -> pictures, rows -> plots
+gallery, figures    maps -> pictures, rows -> plots
 """
 
 from sima_attn.data.images import open_photo

@@ -11,11 +11,11 @@ from PIL.Image import Image
 
 from sima_attn._files import atomic_write
 from sima_attn.data.images import check_not_over, open_photo, open_photos, unique_name
-from sima_attn.explain.drawing import Tile, effect_overlay, overlay, sheet, shrink
 from sima_attn.explain.effects import effect_scores, signed_unit
 from sima_attn.explain.maps import spread, to_map
 from sima_attn.explain.photo_model import PhotoModel
 from sima_attn.explain.reading import PARTS, Reading
+from sima_attn.report.drawing import Tile, effect_overlay, overlay, sheet, shrink
 
 LONGEST = 1024  # pixels of a drawn photo
 SHEET = "contact_sheet"

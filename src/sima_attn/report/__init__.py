@@ -1,1 +1,1 @@
-"""Rows, tables, figures, timing and progress bars, for all packages that measure or plot."""
+"""Rows, tables, figures, pictures, timing and progress bars, for all packages that measure or plot."""

@@ -30,6 +30,7 @@ from sima_attn.data.settings import Augment
 from sima_attn.data.sources import check_same_classes, open_split
 from sima_attn.models.building import build_model
 from sima_attn.report.progress import RunProgress
+from sima_attn.train.batch_picture import draw_labelled
 from sima_attn.train.engine import RunSummary, Task
 from sima_attn.train.recipes import Recipe
 from sima_attn.train.start import train_task
@@ -99,6 +100,10 @@ class Classification(Task):
     def prepare(self, batch: Batch) -> Batch:
         """Images augmented and mixed, where that was not done by the workers; with mixtures the labels are [B, K]."""
         return mixed(augmented(batch, self.recipe.data, self.recipe.augment), self.mixup)
+
+    def draw_batch(self, batch: Batch, path: Path) -> None:
+        """Augmented images with their classes."""
+        draw_labelled(path, batch, self.source, self.recipe.data, self.recipe.augment.smoothing)
 
     def loss(self, model: Callable[..., Any], batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Cross entropy against labels, smoothed or mixed."""

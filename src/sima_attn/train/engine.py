@@ -14,6 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -75,6 +76,12 @@ class Task(ABC):
     def prepare(self, batch: Any) -> Any:
         """Augment a batch for `loss`: everything that draws random numbers or branches in Python at each step."""
         return batch
+
+    def draw_batch(self, batch: Any, path: Path) -> None:  # noqa: B027
+        """Draw a prepared batch into a PNG file, with the labels; it must not draw random numbers.
+
+        The loop calls it with the first batch of a run, before the pass.
+        """
 
     @abstractmethod
     def loss(self, model: Callable[..., Any], batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -387,8 +394,11 @@ class TrainingLoop:
         sums: dict[str, Tensor] = {}
         for part, batch in enumerate(mine):
             self.seed(part)
+            prepared = self.task.prepare(batch)
+            if self.step == part == 0 and self.fabric.is_global_zero:
+                self.task.draw_batch(prepared, self.folder.batch_picture)
             with self.fabric.no_backward_sync(self.model, enabled=part + 1 < parts):
-                numbers = self.make_pass(self.task.prepare(batch))
+                numbers = self.make_pass(prepared)
             for name, value in numbers.items():
                 sums[name] = sums.get(name, 0) + value.detach().float() / parts
         if self.fabric.world_size > 1 and not self.task.calls_wrapper:

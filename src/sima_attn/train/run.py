@@ -2,6 +2,7 @@
 
 recipe.yaml          the recipe with all overrides, versions and commit
 checkpoints/         step-*.pt, the last two
+batch.png            the first training batch as the model gets it
 train.csv, eval.csv  one row per run.log_steps steps, one row per evaluation; tensorboard/ the same
 learning_curve.png, weights.safetensors    written at the end
 """
@@ -33,7 +34,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.recipe_file, self.checkpoints, self.weights = path / RECIPE, path / CHECKPOINTS, path / WEIGHTS
-        self.curve = path / "learning_curve.png"
+        self.curve, self.batch_picture = path / "learning_curve.png", path / "batch.png"
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ INK, PAPER, FRAME = (40, 40, 40), (255, 255, 255), (20, 20, 20)
 
 
 class Tile(NamedTuple):
-    """A picture and its caption."""
+    """A picture and its caption, of one or more lines."""
 
     picture: Image.Image
     caption: str
@@ -64,22 +64,26 @@ def sheet(rows: Sequence[Sequence[Tile]], title: str = "", cell: int = 240) -> I
     font, heading = ImageFont.load_default(TEXT), ImageFont.load_default(TEXT + 5)
     line = TEXT + 8
     fitted = [[Tile(_fit(tile.picture, cell), tile.caption) for tile in row] for row in rows]
-    heights = [max((tile.picture.height for tile in row), default=0) + line for row in fitted]
+    texts = [line * max(tile.caption.count("\n") + 1 for tile in row) for row in fitted]
+    heights = [max(tile.picture.height for tile in row) for row in fitted]
     columns = max(map(len, fitted))
     top = MARGIN + (TEXT + 5 + 2 * GAP if title else 0)
     width = max(2 * MARGIN + columns * cell + (columns - 1) * GAP, 2 * MARGIN + round(heading.getlength(title)))
-    page = Image.new("RGB", (width, top + sum(heights) + (len(heights) - 1) * GAP + MARGIN), PAPER)
+    height = top + sum(heights) + sum(texts) + (len(rows) - 1) * GAP + MARGIN
+    page = Image.new("RGB", (width, height), PAPER)
     draw = ImageDraw.Draw(page)
     if title:
         draw.text((MARGIN, MARGIN), title, fill=INK, font=heading)
     y = top
-    for row, height in zip(fitted, heights, strict=True):
+    for row, height, below in zip(fitted, heights, texts, strict=True):
         for column, (picture, caption) in enumerate(row):
             x = MARGIN + column * (cell + GAP)
-            page.paste(picture, (x + (cell - picture.width) // 2, y + height - line - picture.height))
-            text = _shorten(caption, font, cell)
-            draw.text((x + (cell - font.getlength(text)) / 2, y + height - line + 3), text, fill=INK, font=font)
-        y += height + GAP
+            page.paste(picture, (x + (cell - picture.width) // 2, y + height - picture.height))
+            for number, words in enumerate(caption.split("\n")):
+                text = _shorten(words, font, cell)
+                place = (x + (cell - font.getlength(text)) / 2, y + height + number * line + 3)
+                draw.text(place, text, fill=INK, font=font)
+        y += height + below + GAP
     return page
 
 
