@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from timm.layers import resample_abs_pos_embed
 from typer.testing import CliRunner
 
-from sima_attn import finetune
-from sima_attn._settings import to_dict
+from sima_attn import finetune, save_official
+from sima_attn._settings import to_dict, with_overrides
 from sima_attn.auditing import audit
 from sima_attn.cli import app
 from sima_attn.models.building import build_model
@@ -20,9 +20,11 @@ from sima_attn.models.loading import load_model
 from sima_attn.nn import ATTENTIONS
 from sima_attn.train.classify import Classification
 from sima_attn.train.evaluate import evaluate
-from sima_attn.train.finetune import Finetuning
-from sima_attn.train.finetune_recipe import default_batch, default_epochs, possible_batch
+from sima_attn.train.finetune_recipe import FinetuneRecipe, default_batch, default_epochs, possible_batch
+from sima_attn.train.finetune_task import Finetuning
+from sima_attn.train.logs import read_log
 from sima_attn.train.recipes import Model
+from sima_attn.train.run import RunFolder
 from small_runs import class_folders, picture, small_recipe
 
 FAST = ["data.workers=0", "run.threads=1"]
@@ -93,6 +95,25 @@ def test_the_classifier_is_kept_where_the_classes_are_the_same(photos, tmp_path)
     assert not torch.equal(load_model(same_number).model.head.weight, done.model.head.weight)
 
 
+def test_a_run_that_keeps_the_classifier_never_ends_below_its_start(photos, tmp_path, monkeypatch):
+    scores, weights = iter([70, 60, 65]), []
+
+    def scored(self, model):
+        weights.append(model.head.weight.detach().clone())
+        return {"top1": float(next(scores)), "top5": 100.0, "loss": 1.0}
+
+    monkeypatch.setattr(Classification, "evaluate", scored)
+    start = write_run(tmp_path / "start", ("cat", "dog", "owl"))
+    done = tuned(start, photos, tmp_path / "run", epochs=2)
+    assert (done.metrics["top1"], done.epoch) == (70, 0)
+    assert torch.equal(weights[0], load_model(start).model.head.weight)
+    assert torch.equal(done.model.head.weight, weights[0])
+    steps = [row["step"] for row in read_log(tmp_path / "run" / "eval.csv")]
+    assert steps == ["0", "3", "6"]
+    again = finetune(out=tmp_path / "run", resume=True, device="cpu", quiet=True)
+    assert (again.metrics["top1"], again.epoch) == (70, 0)
+
+
 def test_at_another_size_positions_are_resampled_and_sima_keeps_its_scale(source, photos, tmp_path):
     done = tuned(source, photos, tmp_path / "run", size=32, overrides=STILL)
     given = load_model(source).model.pos_embed
@@ -123,6 +144,23 @@ def test_a_timm_model_with_weights_and_another_attention(attention, photos, tmp_
     loaded = load_model(tmp_path / "run")
     assert not [call for call in audit(loaded.model, 32).calls if call.in_attention]
     assert loaded.about["recipe"]["finetune"]["layer_decay"] == 1
+
+
+def test_an_official_checkpoint_is_fine_tuned(photos, tmp_path):
+    """The names of the official code: pos_embeder, and one projection to q, k and v in the class attention."""
+    torch.manual_seed(4)
+    trained = timm.create_model("sima_xcit_nano_12_p16_224", num_classes=7)
+    file = tmp_path / "official.pth"
+    save_official(trained, file)
+    assert "pos_embeder.token_projection.weight" in torch.load(file, weights_only=True)["model"]
+    done = tuned(f"sima_xcit_nano_12_p16_224={file}", photos, tmp_path / "run", size=32, overrides=STILL)
+    before, after = trained.state_dict(), done.model.state_dict()
+    assert after["head.weight"].shape == (3, 128)
+    for name in ("cls_attn_blocks.1.attn.q.weight", "pos_embed.token_projection.weight", "blocks.7.attn.qkv.weight"):
+        assert torch.equal(before[name], after[name]), name
+    assert done.model.blocks[0].attn.token_ref == 196  # the tokens at 224 px
+    with pytest.raises(ValueError, match="does not say which model it is; give its name too, as NAME=FILE"):
+        tuned(file, photos, tmp_path / "other")
 
 
 def test_a_linearized_run_keeps_its_attentions(photos, tmp_path):
@@ -289,6 +327,19 @@ def test_defaults_follow_from_the_number_of_images():
     assert possible_batch(64, 51, 2) == 50
 
 
+def test_the_recipe_says_what_it_chose_and_why_where_it_is_a_default(source, photos, tmp_path):
+    tuned(source, photos, tmp_path / "run")
+    recipe = RunFolder(tmp_path / "run").read_recipe(FinetuneRecipe)
+    assert recipe.summary(24, 3) == (
+        "1 epochs of 3 steps, batch 8 (small enough for many steps), 16 px, learning rate 0.0005, times 0.75 for each "
+        "earlier layer (their features are general), stops after 10 evaluations without a better one"
+    )
+    changes = ["schedule.epochs=50", "run.batch=6", "finetune.freeze=backbone", "finetune.patience=0"]
+    assert with_overrides(recipe, changes).summary(24, 4) == (
+        "50 epochs (the fewer images, the more) of 4 steps, batch 6, 16 px, learning rate 0.0005, does not stop early"
+    )
+
+
 def test_the_command(source, photos, tmp_path):
     out = tmp_path / "run"
     settings = [word for each in FAST for word in ("--set", each)]
@@ -298,7 +349,7 @@ def test_the_command(source, photos, tmp_path):
     assert "has no val images: 20% of each class are held out" in result.output
     assert "there are 24 train images, so the batch is 24 instead of 64" in result.output
     assert "24 train and 6 val images, 3 classes: the classifier is new" in result.output
-    assert "1 epochs of 1 steps, batch 24, 16 px" in result.output
+    assert "1 epochs of 1 steps, batch 24, 16 px, learning rate 0.0005, times 0.75 for each earlier" in result.output
     result = CliRunner().invoke(app, ["eval", str(out), "--device", "cpu"])
     assert result.exit_code == 0, result.output
     assert "confusion matrix" in result.output

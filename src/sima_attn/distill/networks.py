@@ -13,17 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sima_attn.conversion import convert
 from sima_attn.conversion.huggingface import core_of
 from sima_attn.conversion.placing import converted_modules
 from sima_attn.models import huggingface
 from sima_attn.models.building import build_model, without_sources
-from sima_attn.models.huggingface import TimmInterface
+from sima_attn.models.huggingface import TRANSFORMERS, TimmInterface
 from sima_attn.models.preprocessing import Preprocessing
 from sima_attn.models.settings import ModelSettings
 from sima_attn.nn import Attention
-
-TRANSFORMERS = "transformers"  # in the metadata of a run: class and configuration of a teacher of that library
 
 
 class Output(NamedTuple):
@@ -71,10 +68,10 @@ def build_student(teacher: nn.Module, settings: ModelSettings, attention: str) -
 
 
 def _converted_copy(teacher: TimmInterface, attention: str) -> TimmInterface:
-    """A copy with converted attentions in its encoder. A pooling head after the final tokens keeps its softmax."""
+    """A copy with converted attentions in its encoder."""
     student = copy.deepcopy(teacher).requires_grad_(False)
     student.used.requires_grad_(True)
-    convert(student.used, attention, where=lambda path, module: not isinstance(module, nn.MultiheadAttention))
+    huggingface.convert_encoder(student, attention)
     return student
 
 

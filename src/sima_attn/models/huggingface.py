@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,7 +23,11 @@ from timm.data.constants import (
 from torch import Tensor, nn
 
 from sima_attn._files import atomic_write
+from sima_attn.conversion import convert
+from sima_attn.conversion.huggingface import core_of
+from sima_attn.conversion.placing import CONVERTED
 from sima_attn.models.preprocessing import Preprocessing
+from sima_attn.nn.token_ref import tokens_at
 
 CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"  # in a folder of save_pretrained
 WHOLE_PROCESSOR = "processor_config.json"  # of a model for images and texts; has the image processor as an entry
@@ -31,6 +36,7 @@ NORMALIZATION = {
     "clip": (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD),
     "siglip": (IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD),
 }
+TRANSFORMERS = "transformers"  # in the metadata of a run: what `describe` returns
 RESAMPLING = {2: "bilinear", 3: "bicubic"}  # as in PIL
 
 
@@ -90,14 +96,62 @@ class TimmInterface(nn.Module):
             raise ValueError(f"a model of transformers gets no new classifier here, got num_classes={num_classes}")
         self.num_classes, self.network = 0, self.encoder
 
+    def get_classifier(self) -> tuple[nn.Module, ...]:
+        """The modules after the encoder; more than one in a distilled DeiT."""
+        return tuple(module for module in self.network.children() if module is not self.encoder)
+
+    def group_matcher(self, coarse: bool = False) -> Callable[[str], tuple[float, ...]]:
+        """The layer of a parameter by its name, for learning rates per layer: embeddings first, the classifier last."""
+
+        def layer(name: str) -> tuple[float, ...]:
+            if "embeddings." in name or ".pre_layrnorm." in name:
+                return (-1.0,)
+            return tuple(map(float, re.findall(r"\.(?:layers?|blocks|stages?)\.(\d+)\.", name))) or (float("inf"),)
+
+        return layer
+
+    def no_weight_decay(self) -> set[str]:
+        """Embeddings of positions and of single tokens; the projection of the patches has weight decay."""
+        return {name for name, _ in self.named_parameters() if "embeddings." in name and ".patch_embed" not in name}
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute the layers in the backward pass to save memory."""
+        network: Any = self.network
+        (network.gradient_checkpointing_enable if enable else network.gradient_checkpointing_disable)()
+
     def _run(self, images: Tensor) -> Any:
         """The output of transformers for images of any size, where position embeddings can be interpolated."""
         size = getattr(self.encoder.config, "image_size", None)
         own = tuple(size) if isinstance(size, list | tuple) else (size, size)
-        can_interpolate = "interpolate_pos_encoding" in inspect.signature(self.used.forward).parameters
+        # Of the encoder: the classifier of CLIP hands the argument on without a name for it.
+        can_interpolate = "interpolate_pos_encoding" in inspect.signature(self.encoder.forward).parameters
         if can_interpolate and tuple(images.shape[2:]) != own:
             return self.used(images, interpolate_pos_encoding=True)
         return self.used(images)
+
+
+def as_timm(model: Any) -> TimmInterface:
+    """A model of transformers with timm's interface, and the preprocessing that it knows; in float32."""
+    return TimmInterface(check_takes_images(model), preprocessing_of(model)).float()
+
+
+def convert_encoder(model: TimmInterface, attention: str) -> None:
+    """Convert the attentions of the encoder. A pooling head after the final tokens keeps its softmax."""
+    convert(model.used, attention, where=lambda path, module: not isinstance(module, nn.MultiheadAttention))
+
+
+def keep_scale(model: TimmInterface, trained_size: int) -> bool:
+    """Set `token_ref` of the converted SimA attentions that have none, as options of their conversion.
+
+    They are saved with the model. Returns whether there are any.
+    """
+    cores: dict[nn.Module, Any] = {module: core for module in model.modules() if (core := core_of(module))}
+    without = {module: core for module, core in cores.items() if getattr(core, "token_ref", 0.0) is None}
+    counts = tokens_at(model, list(without.values()), trained_size) if without else []
+    for (module, core), tokens in zip(without.items(), counts, strict=True):
+        core.token_ref = tokens
+        vars(module)[CONVERTED] = {**vars(module)[CONVERTED], "token_ref": tokens}
+    return bool(without)
 
 
 def load_folder(path: Path) -> TimmInterface:
@@ -196,6 +250,26 @@ def save_folder(model: TimmInterface, folder: Path, preprocessing: Preprocessing
 def describe(model: Any) -> dict[str, Any]:
     """The class and the configuration of a model, as plain values, from which `build` makes it again."""
     return {"class": type(model).__name__, "config": json.loads(model.config.to_json_string(use_diff=False))}
+
+
+def describe_classifier(model: Any, classes: Sequence[str]) -> dict[str, Any]:
+    """As `describe`, of the image classifier of the same family with the same encoder, for other classes."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
+
+    from sima_attn.conversion.saved import write_marks
+
+    write_marks(model)  # of attentions that were converted in a part of it
+    described = describe(model)
+    if "ForImageClassification" not in described["class"]:
+        known = CLASSIFIERS.get(model.config.model_type)
+        if known is None:
+            raise ValueError(
+                f"transformers has no image classifier for {described['class']}; give a model of a family that has "
+                "one, such as ViTModel, Dinov2Model, or the whole CLIPModel instead of its vision model"
+            )
+        described["class"] = known if isinstance(known, str) else known[0]
+    labels = {"id2label": dict(enumerate(classes)), "label2id": {name: k for k, name in enumerate(classes)}}
+    return {**described, "config": {**described["config"], **labels}}
 
 
 def build(description: Mapping[str, Any]) -> Any:

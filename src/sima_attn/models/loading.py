@@ -23,11 +23,19 @@ from sima_attn.models.building import (
     set_token_refs,
     without_sources,
 )
-from sima_attn.models.huggingface import is_folder, load_folder
+from sima_attn.models.huggingface import TRANSFORMERS, is_folder, load_folder
 from sima_attn.models.preprocessing import Preprocessing
 from sima_attn.models.pretrained import shipped_models
 from sima_attn.models.settings import ModelSettings
-from sima_attn.models.weight_files import check_fits, not_ours, read_state_dict, read_weights, weights_of_run
+from sima_attn.models.weight_files import (
+    RECIPE,
+    check_fits,
+    not_ours,
+    read_recipe_values,
+    read_state_dict,
+    read_weights,
+    weights_of_run,
+)
 from sima_attn.models.weights import load_any
 
 DEFAULT = "sima_xcit_mini_p4_64_relu"  # its weights come with the package
@@ -150,7 +158,9 @@ def _from_transformers(path: Path) -> LoadedModel:
     check_installed(f"the model in {path}", "transformers", extra="hf")
     model = load_folder(path)
     preprocessing: Any = Preprocessing.of_model(model)
-    return LoadedModel(path.name, model, preprocessing, model.pretrained_cfg["label_names"] or None)
+    # A run of ours has its recipe beside the model, which says where its images are.
+    about = {"recipe": read_recipe_values(path / RECIPE)} if (path / RECIPE).is_file() else {}
+    return LoadedModel(path.name, model, preprocessing, model.pretrained_cfg["label_names"] or None, about=about)
 
 
 def _from_name(name: str, file: str | Path | None, pretrained: bool | None) -> LoadedModel:
@@ -187,10 +197,10 @@ def classes_of(model: nn.Module) -> tuple[list[str] | None, dict[str, str]]:
 def _from_run(path: Path, branch: str | None, features: bool | None) -> LoadedModel:
     file = weights_of_run(path, branch=branch) if path.is_dir() else path
     about, weights = read_weights(file, branch)
-    if "transformers" in about:
+    if TRANSFORMERS in about:
         raise ValueError(
             f"{path} is part of a run that is not finished or was copied without its config.json; resume it with "
-            "`sima linearize --out FOLDER --resume`, and give the folder"
+            f"`sima {about.get('task')} --out FOLDER --resume`, and give the folder"
         )
     if "detector" in about:
         raise ValueError(f"{path} is a detector: use `sima detect predict` or `sima detect eval`")

@@ -23,11 +23,11 @@ from sima_attn.models.building import (
     token_refs_of,
     without_sources,
 )
-from sima_attn.models.huggingface import CONFIG, TimmInterface, save_folder
-from sima_attn.models.loading import classes_of
+from sima_attn.models.huggingface import CONFIG, TimmInterface, as_timm, save_folder
+from sima_attn.models.loading import LoadedModel, classes_of
 from sima_attn.models.preprocessing import Preprocessing
 from sima_attn.models.settings import ModelSettings
-from sima_attn.models.weight_files import ABOUT, RECIPE, SEAL, WEIGHTS, StateDict, check_fits
+from sima_attn.models.weight_files import ABOUT, RECIPE, SEAL, WEIGHTS, check_fits
 
 TOLERANCE = 1e-5  # relative to the largest output: both models run in float32, in the same order
 
@@ -50,32 +50,56 @@ def save(model: nn.Module, folder: str | Path, *, model_kwargs: Mapping[str, Any
         raise ValueError(f"{path} is a file; give a folder to save the model in")
     if is_pretrained_model(model) or isinstance(model, TimmInterface):
         if model_kwargs:
-            raise ValueError(f"model_kwargs are arguments of timm.create_model, got {model_kwargs} with transformers")
+            raise _not_timm(model_kwargs)
         _check_free(path, RECIPE, WEIGHTS)
         _save_pretrained(model, path)
         return path
     _check_free(path, RECIPE, CONFIG)
-    settings = _settings_of(model, model_kwargs)
-    exchanges = Exchanges(converted=_plain_options(model), token_refs=token_refs_of(model))
-    size = _size_of(model)
+    about = describe(model, model_kwargs)
     weights = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
-    _check_rebuilt(model, settings, exchanges, weights, size)
-    classes, _ = classes_of(model)
-    about = {
-        "task": "saved",
-        "recipe": {"model": to_dict(settings), "data": {"path": "", **vars(Preprocessing.of_model(model, size))}},
-        "classes": classes,
-        "num_classes": _num_classes(model),
-        **exchanges.to_dict(),
-    }
     # Nothing but our own functions, which read the metadata, loads a file with this tensor: a softmax model refuses it.
-    seal = {SEAL: torch.ones(1, dtype=torch.uint8)} if exchanges.converted else {}
+    seal = {SEAL: torch.ones(1, dtype=torch.uint8)} if "converted" in about else {}
     path.mkdir(parents=True, exist_ok=True)
     from safetensors.torch import save_file
 
     with atomic_write(path / WEIGHTS) as temporary:
         save_file({**weights, **seal}, temporary, metadata={ABOUT: json.dumps(about)})
     return path
+
+
+def describe(model: nn.Module, model_kwargs: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Everything that is needed to build a timm model again; raises where that gives another model."""
+    settings = _settings_of(model, model_kwargs)
+    exchanges = Exchanges(converted=_plain_options(model), token_refs=token_refs_of(model))
+    size = _size_of(model)
+    _check_rebuilt(model, settings, exchanges, size)
+    classes, _ = classes_of(model)
+    return {
+        "task": "saved",
+        "recipe": {"model": to_dict(settings), "data": {"path": "", **vars(Preprocessing.of_model(model, size))}},
+        "classes": classes,
+        "num_classes": _num_classes(model),
+        **exchanges.to_dict(),
+    }
+
+
+def copy_of(model: nn.Module, model_kwargs: Mapping[str, Any] | None = None) -> LoadedModel:
+    """A copy of a model in memory, and what would be known about it if it were saved and loaded."""
+    copied: Any = copy.deepcopy(model)
+    copied = as_timm(copied) if is_pretrained_model(copied) else copied
+    if isinstance(copied, TimmInterface):
+        if model_kwargs:
+            raise _not_timm(model_kwargs)
+        name, about = type(copied.network).__name__, {}
+    else:
+        about = describe(copied, model_kwargs)
+        name = about["recipe"]["model"]["name"]
+    preprocessing: Any = Preprocessing.of_model(copied, _size_of(copied))
+    return LoadedModel(name, copied.eval(), preprocessing, *classes_of(copied), about=about)
+
+
+def _not_timm(kwargs: Mapping[str, Any]) -> ValueError:
+    return ValueError(f"model_kwargs are arguments of timm.create_model, got {kwargs} with transformers")
 
 
 def _check_free(folder: Path, *names: str) -> None:
@@ -142,9 +166,7 @@ def _plain_options(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 @torch.no_grad()
-def _check_rebuilt(
-    model: nn.Module, settings: ModelSettings, exchanges: Exchanges, weights: StateDict, size: int
-) -> None:
+def _check_rebuilt(model: nn.Module, settings: ModelSettings, exchanges: Exchanges, size: int) -> None:
     """Raise unless the model that is built from the metadata takes the weights and gives the same outputs."""
     hint = "; pass the arguments of timm.create_model that it was created with as model_kwargs"
     what = f"{settings.name} cannot be built again from its name and {settings.kwargs}"
@@ -152,6 +174,7 @@ def _check_rebuilt(
         again = build_exchanged_model(settings, _num_classes(model), exchanges)
     except ValueError as error:
         raise ValueError(f"{what}: {error}{hint}") from error
+    weights = model.state_dict()
     check_fits(weights, again.state_dict(), what, hint)
     again.load_state_dict(weights)
     images = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0))

@@ -96,6 +96,19 @@ def read_about(path: Path) -> dict[str, Any]:
     return about
 
 
+def read_recipe_values(path: Path) -> dict[str, Any]:
+    """The settings in the recipe file of a run, as plain values."""
+    import yaml
+
+    try:
+        text = path.read_text()
+        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):  # they can expand to gigabytes
+            raise ValueError(f"{path} has YAML aliases (*name), which are not allowed; write them out")
+        return dict(yaml.safe_load(text)["recipe"])
+    except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged and cannot be read: {error}") from error
+
+
 def newest_readable(folder: Path, say: Callable[[str], None] = print) -> Path | None:
     """Path of the newest readable checkpoint, None if there is no checkpoint; reports those that are skipped."""
     found = checkpoints(folder)

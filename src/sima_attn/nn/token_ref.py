@@ -59,11 +59,14 @@ def trained_at(model: nn.Module, trained_size: int) -> Iterator[None]:
 
 @torch.no_grad()
 def tokens_at(model: nn.Module, modules: list[Any], size: int) -> list[float]:
-    """The number of tokens [B, N, C] that each module gets for an image of that size, from a forward pass."""
+    """The number of tokens that each module gets for an image of that size, from a forward pass.
+
+    Inputs are tokens [B, N, C], or the queries [B, H, N, D] of a converted attention of transformers.
+    """
     counts: dict[nn.Module, float] = {}
 
     def count(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        counts[module] = float(inputs[0].shape[1])
+        counts[module] = float(inputs[0].shape[-2])
 
     with ExitStack() as hooks, eval_mode(model):
         for module in modules:

@@ -114,7 +114,7 @@ class Task(ABC):
         """Called after each optimiser step with the number of completed steps, e.g. to update a teacher."""
 
     def needs_evaluation(self, step: int) -> bool:
-        """Whether to evaluate after this many steps, beside run.eval_epochs, e.g. at the end of a stage."""
+        """Whether to evaluate after this many steps, beside run.eval_epochs, e.g. before training or after a stage."""
         return False
 
     def is_finished(self) -> bool:
@@ -343,14 +343,16 @@ class TrainingLoop:
             self.progress.say(f"resuming at step {self.step} of {self.total}")
         self.fabric.barrier()
         on_ready()
-        if state is None:
-            self.save()  # a run that fails in its first steps has a checkpoint, too
         first = self.fabric.is_global_zero
         self.logs = {name: CsvLog(self.folder.path / f"{name}.csv", self.step) for name in ("train", "eval") if first}
         self.board = TensorBoard(self.folder.path / "tensorboard", self.step) if first else None
         self.started = self.saved_at = self.logged_at = time.monotonic()
         self.timed_from = self.step
         self.progress.start(self.step, self.total)
+        if state is None:
+            if self.task.needs_evaluation(0):
+                self.evaluate()
+            self.save()  # a run that fails in its first steps has a checkpoint, too
         self.model.train()
         try:
             with self.signals:

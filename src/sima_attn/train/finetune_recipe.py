@@ -53,6 +53,20 @@ class FinetuneRecipe:
         if self.run.ema is not None:
             raise ValueError("fine-tuning keeps the best weights on the val images: run.ema must be none")
 
+    def summary(self, images: int, steps_per_epoch: int) -> str:
+        """What was chosen for this many images, and why where it is a default, in one line."""
+        epochs, batch, patience = self.schedule.epochs, self.run.batch, self.finetune.patience
+        why_epochs = " (the fewer images, the more)" if epochs == default_epochs(images) else ""
+        why_batch = " (small enough for many steps)" if batch == default_batch(images) else ""
+        rate, decay = f"learning rate {self.optim.lr:g}", self.finetune.layer_decay
+        if decay < 1 and self.finetune.freeze != BACKBONE:
+            rate += f", times {decay:g} for each earlier layer (their features are general)"
+        stop = f"stops after {patience} evaluations without a better one" if patience else "does not stop early"
+        return (
+            f"{epochs} epochs{why_epochs} of {steps_per_epoch} steps, batch {batch}{why_batch}, {self.data.size} px, "
+            f"{rate}, {stop}"
+        )
+
 
 def default_augment(path: str) -> Augment:
     """Large crops, flips and light colour jitter; digits stay as they are, since a flipped one is none."""

@@ -23,7 +23,7 @@ from typing import Any
 from sima_attn._files import atomic_write
 from sima_attn._settings import differences, to_dict
 from sima_attn._version import __version__
-from sima_attn.models.weight_files import CHECKPOINTS, RECIPE, WEIGHTS, checkpoints
+from sima_attn.models.weight_files import CHECKPOINTS, RECIPE, WEIGHTS, checkpoints, read_recipe_values
 from sima_attn.train.recipe_files import recipe_from_file
 from sima_attn.train.recipes import Recipe
 
@@ -91,22 +91,17 @@ class RunFolder:
 
     def read_recipe(self, kind: type = Recipe) -> Any:
         """The recipe of the run in this folder."""
-        import yaml
-
         if not self.recipe_file.is_file():
             raise FileNotFoundError(f"there is no run in {self.path}: {self.recipe_file.name} is missing")
+        values = read_recipe_values(self.recipe_file)
+        if set(values) != {setting.name for setting in fields(kind)}:
+            raise ValueError(
+                f"{self.path} holds another kind of run: its recipe has {', '.join(values)}, a {kind.__name__} has "
+                f"{', '.join(setting.name for setting in fields(kind))}"
+            )
         try:
-            text = self.recipe_file.read_text()
-            if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):  # they can expand to gigabytes
-                raise ValueError(f"{self.recipe_file} has YAML aliases (*name), which are not allowed; write them out")
-            values = yaml.safe_load(text)["recipe"]
-            if set(values) != {setting.name for setting in fields(kind)}:
-                raise ValueError(
-                    f"{self.path} holds another kind of run: its recipe has {', '.join(values)}, a {kind.__name__} has "
-                    f"{', '.join(setting.name for setting in fields(kind))}"
-                )
             return recipe_from_file(kind, values, self.recipe_file)
-        except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(f"{self.recipe_file} is damaged and cannot be read: {error}") from error
 
 
