@@ -336,7 +336,8 @@ def test_the_recipe_says_what_it_chose_and_why_where_it_is_a_default(source, pho
     )
     changes = ["schedule.epochs=50", "run.batch=6", "finetune.freeze=backbone", "finetune.patience=0"]
     assert with_overrides(recipe, changes).summary(24, 4) == (
-        "50 epochs (the fewer images, the more) of 4 steps, batch 6, 16 px, learning rate 0.0005, does not stop early"
+        "50 epochs (the fewer images, the more) of 4 steps, batch 6, 16 px, learning rate 0.0005 for the classifier "
+        "alone, does not stop early"
     )
 
 

@@ -64,7 +64,8 @@ def finetune_command(
     if os.environ.get("RANK", "0") != "0":
         return
     numbers = ", ".join(f"{name} {value:.4g}" for name, value in done.metrics.items())
-    console.print(f"[bold]{numbers}[/bold] after epoch {done.epoch:g}; {done.summary.seconds:.0f} s")
+    when = f"after epoch {done.epoch:g}" if done.epoch else "at the start, which no epoch has improved"
+    console.print(f"[bold]{numbers}[/bold] {when}; {done.summary.seconds:.0f} s")
     say = teller()
-    say(f"Run: {out} (weights.safetensors: the weights of that epoch, eval.csv, learning_curve.png)")
-    say(f"Next: sima eval {out}, sima classify --model {out} photo.jpg, sima export {out}")
+    say(f"Run: {out} (these weights, eval.csv, learning_curve.png)")
+    say(f"Next: sima eval {out}, sima classify --model {out} photo.jpg, sima export {out} --out model.onnx")

@@ -104,7 +104,10 @@ def read_recipe_values(path: Path) -> dict[str, Any]:
         text = path.read_text()
         if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):  # they can expand to gigabytes
             raise ValueError(f"{path} has YAML aliases (*name), which are not allowed; write them out")
-        return dict(yaml.safe_load(text)["recipe"])
+        values = yaml.safe_load(text)["recipe"]
+        if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+            raise TypeError("`recipe` is no table of settings")
+        return values
     except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged and cannot be read: {error}") from error
 

@@ -349,13 +349,13 @@ class TrainingLoop:
         self.started = self.saved_at = self.logged_at = time.monotonic()
         self.timed_from = self.step
         self.progress.start(self.step, self.total)
-        if state is None:
-            if self.task.needs_evaluation(0):
-                self.evaluate()
-            self.save()  # a run that fails in its first steps has a checkpoint, too
         self.model.train()
         try:
             with self.signals:
+                if state is None:
+                    if self.task.needs_evaluation(0):
+                        self.evaluate()
+                    self.save()  # a run that fails in its first steps has a checkpoint, too
                 self.make_steps()
         finally:
             del self.model  # DDP's wrapper holds the process group, which must be destroyed before the process exits

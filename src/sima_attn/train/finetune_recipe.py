@@ -59,8 +59,12 @@ class FinetuneRecipe:
         why_epochs = " (the fewer images, the more)" if epochs == default_epochs(images) else ""
         why_batch = " (small enough for many steps)" if batch == default_batch(images) else ""
         rate, decay = f"learning rate {self.optim.lr:g}", self.finetune.layer_decay
-        if decay < 1 and self.finetune.freeze != BACKBONE:
+        if self.finetune.freeze == BACKBONE:
+            rate += " for the classifier alone"
+        elif decay < 1:
             rate += f", times {decay:g} for each earlier layer (their features are general)"
+        else:
+            rate += " in all layers"
         stop = f"stops after {patience} evaluations without a better one" if patience else "does not stop early"
         return (
             f"{epochs} epochs{why_epochs} of {steps_per_epoch} steps, batch {batch}{why_batch}, {self.data.size} px, "
