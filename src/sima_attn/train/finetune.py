@@ -115,7 +115,7 @@ def finetune(
     }
     options = [f"{name}={value}" for name, value in given.items() if value is not None]
     if resume:
-        if model is not None or weights is not None or pretrained is not None:
+        if any(each is not None for each in (model, weights, pretrained, model_kwargs)):
             raise ValueError("a resumed run has its model in its checkpoints: omit the model and its weights")
         recipe = with_overrides(RunFolder(Path(out)).read_recipe(FinetuneRecipe), [*overrides, *options])
         return train_finetuning(recipe, out, start=None, device=device, quiet=quiet)
