@@ -55,13 +55,15 @@ STUDENTS = ("sima", "sima_local", "relu2")
 # Patch-token cosine, and IoU of the masks; 0 where there is no target.
 TARGETS = {"sima": (0.90, 0.0), "sima_local": (0.94, 0.0), "relu2": (0.975, 0.93)}
 SPEED_SIZES = (518, 1036)
-# 14 steps per epoch at this batch: 840 steps block by block, 840 for the attentions in the network, 700 for all
-# weights. The rates of the later stages are the recipe's; docs/engineering-notes.md has what was tried.
-BATCH, EPOCHS = 64, (60, 60, 50)
+# 14 steps per epoch at this batch: 1,120 steps block by block, 280 for the attentions in the network, the others for all
+# weights; docs/engineering-notes.md has the rates that were tried.
+BATCH, EPOCHS = 64, (80, 20, 260)
 SETTINGS = (
     "run.precision=bf16",
-    "data.workers=5",  # three runs side by side on 16 cores
-    "run.eval_epochs=17",
+    "data.cache=true",
+    "schedule.attention_lr=0.025",  # 5e-5
+    "schedule.network_lr=0.025",
+    "run.eval_epochs=20",
     "run.checkpoint_minutes=60",
     "transfer.held_out=0.05",
     "report.speed=false",  # see `speed`
