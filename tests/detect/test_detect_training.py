@@ -201,11 +201,11 @@ def test_the_mini_recipe_starts_from_the_weights_of_the_package():
     import timm
 
     recipe = named_recipe("coco_mini")
-    body = build_detector(recipe, 80, start=True).backbone.maps.body.state_dict()
+    body = build_detector(recipe, 80, masks=True, start=True).backbone.maps.body.state_dict()
     shipped = timm.create_model(recipe.model.name, pretrained=True).state_dict()
     assert body.keys() < shipped.keys()
     assert all(torch.equal(value, shipped[key]) for key, value in body.items())
-    later = build_detector(recipe, 80).backbone.maps.body.state_dict()  # to load a run's weights into
+    later = build_detector(recipe, 80, masks=True).backbone.maps.body.state_dict()  # to load a run's weights into
     assert not torch.equal(later["blocks.0.mlp.fc1.weight"], shipped["blocks.0.mlp.fc1.weight"])
 
 

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sima_attn.detect.mask_rcnn import SimaMaskRCNN, build_mask_rcnn
+from sima_attn.detect.rcnn import SimaRCNN, build_rcnn
 from sima_attn.report.cuda_timing import time_graphs
 from sima_attn.report.rows import provenance_columns
 from sima_attn.report.tables import TextTable
@@ -73,16 +73,14 @@ def bench_detect(
             yield _bench_pair(name, models, side, device, seconds)
 
 
-def _build(name: str, attention: str, device: str, kwargs: dict) -> SimaMaskRCNN:
+def _build(name: str, attention: str, device: str, kwargs: dict) -> SimaRCNN:
     torch.manual_seed(0)
-    model = build_mask_rcnn(name, score_threshold=0.0, detections=DETECTIONS, attention=attention, **kwargs)
+    model = build_rcnn(name, score_threshold=0.0, detections=DETECTIONS, attention=attention, **kwargs)
     return model.to(device).eval()
 
 
 @torch.inference_mode()
-def _bench_pair(
-    name: str, models: dict[str, SimaMaskRCNN], side: int, device: str, seconds: float
-) -> list[DetectSpeedRow]:
+def _bench_pair(name: str, models: dict[str, SimaRCNN], side: int, device: str, seconds: float) -> list[DetectSpeedRow]:
     twin = next(iter(models))
     image = torch.rand(3, side, side, device=device)
     forwards: dict[str, dict[str, Function]] = {BACKBONE: {}, DETECTOR: {}}

@@ -20,7 +20,7 @@ from torchvision.transforms.functional import pil_to_tensor
 from sima_attn._files import atomic_write
 from sima_attn.data.images import check_not_over, open_photos, to_rgb, unique_name
 from sima_attn.detect.coco import encode_mask
-from sima_attn.detect.mask_rcnn import SimaMaskRCNN
+from sima_attn.detect.rcnn import SimaRCNN
 from sima_attn.detect.weights import LoadedDetector
 
 Rectangle = tuple[float, float, float, float]
@@ -35,22 +35,24 @@ class Detections(NamedTuple):
         boxes: [n, 4].
         labels: [n], from 1.
         scores: [n].
-        masks: Bool [n, height, width], at the size of the photo, or smaller for a large photo; see `mask_at`.
+        masks: Bool [n, height, width], at the size of the photo, or smaller for a large photo, see `mask_at`; None of
+            a detector without masks.
     """
 
     boxes: Tensor
     labels: Tensor
     scores: Tensor
-    masks: Tensor
+    masks: Tensor | None
 
     def mask_at(self, i: int, size: tuple[int, int]) -> np.ndarray:
         """The mask of one object at the size (width, height) of the photo, bool [height, width]."""
+        assert self.masks is not None
         mask = Image.fromarray(self.masks[i].numpy().astype(np.uint8) * 255)
         return np.asarray(mask.resize(size, Image.Resampling.BILINEAR)) > 127
 
 
 @torch.no_grad()
-def detect(model: SimaMaskRCNN, image: Image.Image, threshold: float = 0.5) -> Detections:
+def detect(model: SimaRCNN, image: Image.Image, threshold: float = 0.5) -> Detections:
     """The objects on a photo with a score of at least `threshold`.
 
     A photo at least twice as large as the detector's input is reduced first. Without that, the masks of a photo of
@@ -61,8 +63,8 @@ def detect(model: SimaMaskRCNN, image: Image.Image, threshold: float = 0.5) -> D
     device = next(model.parameters()).device
     found = model([pil_to_tensor(reduced).to(device).float() / 255])[0]
     kept = found["scores"] >= threshold
-    masks = found["masks"][kept, 0] > 0.5
-    boxes, labels, scores, masks = (x.cpu() for x in (*(found[k][kept] for k in ("boxes", "labels", "scores")), masks))
+    boxes, labels, scores = (found[name][kept].cpu() for name in ("boxes", "labels", "scores"))
+    masks = (found["masks"][kept, 0] > 0.5).cpu() if model.has_masks else None
     scale = torch.tensor([image.width / reduced.width, image.height / reduced.height]).repeat(2)
     return Detections(boxes * scale, labels, scores, masks)
 
@@ -76,7 +78,7 @@ def draw(image: Image.Image, found: Detections, classes: Sequence[str]) -> Image
     picture = to_rgb(image)
     sides = found.boxes[:, 2:] - found.boxes[:, :2]
     by_size = sides.prod(dim=1).argsort(descending=True).tolist()  # small objects last, on top of large ones
-    for i in by_size:
+    for i in by_size if found.masks is not None else ():
         mask = found.mask_at(i, picture.size).astype(np.uint8) * MASK_OPACITY
         picture.paste(colour(int(found.labels[i])), mask=Image.fromarray(mask))
     pen = ImageDraw.Draw(picture)
@@ -127,17 +129,18 @@ def colour(label: int) -> tuple[int, int, int]:
 
 
 def as_json(path: Path, image: Image.Image, found: Detections, classes: Sequence[str]) -> dict[str, Any]:
-    """The detections on a photo as plain values, with masks as COCO's run-length codes."""
+    """The detections on a photo as plain values, with masks, if there are any, as COCO's run-length codes."""
     rows = zip(found.boxes.tolist(), found.labels.tolist(), found.scores.tolist(), strict=True)
-    objects = [
+    objects: list[dict[str, Any]] = [
         {
             "class": classes[label - 1],
             "score": round(score, 4),
             "box": [round(x, 1) for x in box],  # x0, y0, x1, y1
-            "mask": encode_mask(found.mask_at(i, image.size).astype(np.uint8)),
         }
-        for i, (box, label, score) in enumerate(rows)
+        for box, label, score in rows
     ]
+    for i, one in enumerate(objects if found.masks is not None else ()):
+        one["mask"] = encode_mask(found.mask_at(i, image.size).astype(np.uint8))
     return {"photo": str(path), "width": image.width, "height": image.height, "objects": objects}
 
 
