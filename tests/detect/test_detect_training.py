@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 from sima_attn import cli
 from sima_attn._settings import check, from_dict, to_dict, with_overrides
 from sima_attn.detect import pyramid
-from sima_attn.detect.predict import Detections, detect, draw, overlap, place_caption
+from sima_attn.detect.drawing import overlap, place_caption
+from sima_attn.detect.predict import Detections, detect, draw
 from sima_attn.detect.recipes import RECIPES, DetectRecipe, named_recipe
 from sima_attn.detect.task import Detection, train_detector
 from sima_attn.detect.weights import build_detector, load_backbone, load_detector
@@ -165,6 +166,19 @@ def test_batches_depend_on_the_step_alone(data):
         assert all(torch.equal(a, b) for a, b in zip(batch.images, again.images, strict=True))
         assert all(torch.equal(a["boxes"], b["boxes"]) for a, b in zip(batch.targets, again.targets, strict=True))
     assert any(len({image.shape for image in batch.images}) > 1 for batch in every)
+
+
+def test_the_first_batch_is_drawn_with_boxes_masks_and_class_names(data, run, tmp_path):
+    assert (run[0] / "batch.png").is_file()
+    detection, _ = task(data)
+    batch = next(detection.batches(0, 1))
+    picture = np.array(detection.drawn(batch.images[0], batch.targets[0]))
+    plain = (255 * batch.images[0]).round().byte().permute(1, 2, 0).numpy()
+    assert picture.shape == plain.shape
+    inside = batch.targets[0]["masks"].bool().any(dim=0).numpy()
+    assert (picture[inside] != plain[inside]).any(axis=1).mean() > 0.9
+    detection.draw_batch(batch, tmp_path / "batch.png")
+    assert np.array(Image.open(tmp_path / "batch.png")).std() > 0
 
 
 def test_norms_and_biases_are_not_decayed(data):

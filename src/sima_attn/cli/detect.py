@@ -140,6 +140,7 @@ def bench_detect_command(
         Path | None, Option(help="CSV file.", dir_okay=False, show_default="runs/bench/detect_DEVICE.csv")
     ] = None,
     pixels: option.Pixels = None,
+    no_masks: Annotated[bool, Option("--no-masks", help="Time Faster R-CNN instead of Mask R-CNN.")] = False,
     device: option.Device = "auto",
     seconds: option.Seconds = 2.0,
 ) -> None:
@@ -149,6 +150,8 @@ def bench_detect_command(
     device = resolve_device(device)
     file = out or option.BENCH_FOLDER / f"detect_{device}.csv"
     total = len(TWINS) * len(pixels or PIXELS[device])
-    rows = bench.measure(lambda show: bench_detect(device, pixels=pixels, seconds=seconds), file, total)
+    rows = bench.measure(
+        lambda show: bench_detect(device, pixels=pixels, seconds=seconds, masks=not no_masks), file, total
+    )
     print_table(detect_table(rows), f"one image, {rows[0].precision}, {rows[0].device}")
     bench.print_paths(rows=file)

@@ -5,5 +5,6 @@ rcnn      images -> boxes, classes, scores, masks           weights  files -> de
 folders   a folder -> the annotations of a split            yolo     YOLO labels -> the content of a COCO file
 coco      that content -> checked objects                   scores   detections -> results in COCO's format, AP
 augment   random flip, crop and size                        recipes  settings of a run
-task      training and evaluation                           predict  photos -> pictures and JSON
+task      training and evaluation                           drawing  objects on an image
+predict   photos -> pictures and JSON
 """

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, distributed, nn
-from torchvision.transforms.functional import pil_to_tensor
+from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 
 from sima_attn._settings import to_dict
 from sima_attn.data.loader import (
@@ -29,18 +29,24 @@ from sima_attn.data.loader import (
 )
 from sima_attn.data.sources import check_same_names
 from sima_attn.detect.coco import CocoData, check_pycocotools
+from sima_attn.detect.drawing import draw_objects
 from sima_attn.detect.folders import open_split
 from sima_attn.detect.rcnn import SimaRCNN, Target
 from sima_attn.detect.recipes import DetectRecipe
 from sima_attn.detect.scores import CocoScores, coco_scores, to_results
 from sima_attn.detect.weights import build_detector
+from sima_attn.report.drawing import Tile
 from sima_attn.report.progress import RunProgress
+from sima_attn.train.batch_picture import save_sheet
 from sima_attn.train.engine import RunSummary, Task
 from sima_attn.train.start import train_task
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
     from PIL.Image import Image
+
+
+DRAWN_IMAGES, DRAWN_COLUMNS, DRAWN_SIDE = 8, 4, 480  # in the picture of the first batch; pixels per image
 
 
 class Batch(NamedTuple):
@@ -125,6 +131,18 @@ class Detection(Task):
         """The sum of Mask R-CNN's five losses, four without masks, and each loss."""
         losses = model(*batch)
         return sum(losses.values()), losses
+
+    def draw_batch(self, batch: Batch, path: Path) -> None:
+        """The images with the boxes, class names and masks that the detector learns from."""
+        tiles = [Tile(self.drawn(*each), "") for each in zip(*(part[:DRAWN_IMAGES] for part in batch), strict=True)]
+        rows = [tiles[first : first + DRAWN_COLUMNS] for first in range(0, len(tiles), DRAWN_COLUMNS)]
+        save_sheet(path, rows, f"first training batch: {len(tiles)} of {len(batch.images)} images", DRAWN_SIDE)
+
+    def drawn(self, image: Tensor, target: Target) -> Image:
+        """A training image [3, height, width] with its objects."""
+        objects = {name: value.cpu() for name, value in target.items()}
+        names = [self.data.classes[label - 1] for label in objects["labels"].tolist()]
+        return draw_objects(to_pil_image(image.cpu()), captions=names, **objects)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """AP of boxes, and of masks if there are any, in percent; several splits have their name as a prefix."""
