@@ -12,7 +12,7 @@ from torch import nn
 from sima_attn.detect.rcnn import SimaRCNN, build_rcnn
 from sima_attn.detect.recipes import DetectRecipe
 from sima_attn.models.building import check_size
-from sima_attn.models.loading import class_names_in
+from sima_attn.models.loading import class_names_in, is_detector
 from sima_attn.models.weight_files import check_fits, read_state_dict, read_weights, weights_of_run
 from sima_attn.train.recipe_files import recipe_from_file, without_sources
 
@@ -44,6 +44,8 @@ def build_detector(
 
 def load_backbone(model: nn.Module, what: str | Path) -> None:
     """Load a classifier's weights, its head left out: a run's folder, its weights, a checkpoint, or a state dict."""
+    if is_detector(what):
+        raise ValueError(f"{what} is a detector, and a backbone starts from the weights of a classifier")
     path = Path(what)
     path = weights_of_run(path) if path.is_dir() else path
     state, wanted = (
@@ -73,6 +75,10 @@ def load_detector(what: str | Path, **kwargs: Any) -> LoadedDetector:
     path = Path(what)
     path = weights_of_run(path) if path.is_dir() else path
     about, weights = read_weights(path)
+    if about.get("task") == "dino":
+        raise ValueError(f"{what} has features and no detector: use `sima knn` or `sima linear`")
+    if "recipe" in about:
+        raise ValueError(f"{what} is a classifier: use `sima classify` or `sima eval`")
     if "detector" not in about:
         raise ValueError(f"{path} was not written by `sima detect train`: it holds no detector")
     recipe = without_sources(recipe_from_file(DetectRecipe, about["detector"], path))

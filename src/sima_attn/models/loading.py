@@ -27,7 +27,14 @@ from sima_attn.models.huggingface import is_folder, load_folder
 from sima_attn.models.preprocessing import Preprocessing
 from sima_attn.models.pretrained import shipped_models
 from sima_attn.models.settings import ModelSettings
-from sima_attn.models.weight_files import check_fits, not_ours, read_state_dict, read_weights, weights_of_run
+from sima_attn.models.weight_files import (
+    check_fits,
+    not_ours,
+    read_about,
+    read_state_dict,
+    read_weights,
+    weights_of_run,
+)
 from sima_attn.models.weights import load_any
 
 DEFAULT = "sima_xcit_mini_p4_64_relu"  # its weights come with the package
@@ -121,6 +128,15 @@ def load_model(
         model.reset_classifier(0)
     model.to(device).eval()
     return loaded
+
+
+def is_detector(what: str | Path | None) -> bool:
+    """Whether a run's folder or file holds a detector, which the package `detect` loads."""
+    path = Path(what or "")
+    if not what or not path.exists() or is_folder(path):
+        return False
+    file = weights_of_run(path) if path.is_dir() else path
+    return file.suffix in (".pt", ".safetensors") and "detector" in read_about(file)
 
 
 def load(what: str | Path, *, features: bool = False) -> nn.Module:
