@@ -120,6 +120,19 @@ def test_several_files_are_an_error_that_lists_them_and_one_can_be_named(shapes,
         opened(folder, "annotations/train_c.json")
 
 
+def test_a_file_without_a_split_in_its_name_can_be_named(shapes, tmp_path):
+    """As CVAT writes it: annotations/instances_default.json and images/default/."""
+    content = contents(shapes)["train"]
+    copy_images(shapes, content, tmp_path / "images" / "default")
+    (tmp_path / "annotations").mkdir()
+    (tmp_path / "annotations" / "instances_default.json").write_text(json.dumps(content))
+    with pytest.raises(FileNotFoundError, match=r"--set data\.train_split=FILE.*annotations/instances_default\.json"):
+        opened(tmp_path)
+    data, said = opened(tmp_path, "annotations/instances_default.json")
+    assert_same_objects(data, opened(shapes)[0])
+    assert said.endswith("images in images/default/")
+
+
 def test_two_formats_and_two_image_folders_are_errors(shapes, tmp_path):
     both = yolo_layout(shapes, tmp_path / "both", *YOLO["ultralytics"])
     (both / "train.json").write_text(json.dumps(contents(shapes)["train"]))
@@ -136,7 +149,8 @@ def test_two_formats_and_two_image_folders_are_errors(shapes, tmp_path):
 def test_without_masks_there_are_boxes_and_the_crowds_stay(shapes, tmp_path):
     folder = coco_folder(tmp_path / "data")
     edit(folder, without_masks)
-    edit(folder, lambda content: content["annotations"][0].update(iscrowd=1))
+    crowd = {"iscrowd": 1, "segmentation": {"size": [96, 72], "counts": [96 * 72]}}  # they have masks nevertheless
+    edit(folder, lambda content: content["annotations"][0].update(crowd))
     data, said = opened(folder)
     assert not data.has_masks
     assert "with boxes, without masks" in said

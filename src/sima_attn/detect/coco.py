@@ -94,7 +94,7 @@ class CocoData(ImageSource):
         places = {image["id"]: i for i, image in enumerate(images)}
         objects: list[list[dict[str, Any]]] = [[] for _ in images]
         known = {category["id"] for category in categories}
-        masks = masks and any(annotation.get("segmentation") for annotation in content["annotations"])
+        masks = masks and any(a.get("segmentation") and not a.get("iscrowd") for a in content["annotations"])
         for annotation in content["annotations"]:
             place = places.get(annotation.get("image_id"))
             if place is None:

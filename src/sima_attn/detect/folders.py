@@ -78,7 +78,8 @@ def _coco_file(root: Path, split: str, yaml: Path | None) -> tuple[Path | None, 
         return None, ""
     listed = few_of([_shown(file, root) for file in files])
     raise FileNotFoundError(
-        f"{root} has no annotations for the split {split!r}. It needs {LAYOUTS}; its JSON files: {listed or 'none'}"
+        f"{root} has no annotations for the split {split!r}. It needs {LAYOUTS}. A COCO file of another name can be "
+        f"given as the split, e.g. --set data.train_split=FILE; the JSON files here: {listed or 'none'}"
     )
 
 
