@@ -94,7 +94,7 @@ def read_by_everything(data: bytes, root: Path) -> dict[str, np.ndarray]:
     pa = pytest.importorskip("pyarrow")
     pq = pytest.importorskip("pyarrow.parquet")
     from sima_attn.data.sources import open_data
-    from sima_attn.detect.coco import open_coco
+    from sima_attn.detect.folders import open_split
     from sima_attn.export.quantize import open_images
     from sima_attn.serve.limits import Limits
     from sima_attn.serve.photos import decode
@@ -118,7 +118,7 @@ def read_by_everything(data: bytes, root: Path) -> dict[str, np.ndarray]:
     images = {name: open_data(root / name, "val").read(0) for name in ("folders", "tar", "parquet")}
     images |= {
         "classify, heat maps": open_photo(file),
-        "detection": open_coco(root / "coco", "val").read(0),
+        "detection": open_split(root / "coco", "val").read(0),
         "server": decode(data, Limits()),
         "quantize, files": next(iter(open_images(file.parent, graph))),
         "quantize, data": next(iter(open_images(root / "folders", graph))),

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from sima_attn.bench import detect
-from sima_attn.bench.detect import BACKBONE, CALLED, DETECTOR, GRAPH, bench_detect, detect_table
+from sima_attn.bench.detect import BACKBONE, BOX_DETECTOR, CALLED, DETECTOR, GRAPH, bench_detect, detect_table
 from sima_attn.report.rows import read_rows, write_rows
 
 PAIR = {"sima_xcit_nano_12_p16_224": "xca"}
 
 
-def measured(device):
-    (rows,) = bench_detect(device, twins=PAIR, pixels=[64], seconds=0.0, depth=1, proposals=8)
+def measured(device, **options):
+    (rows,) = bench_detect(device, twins=PAIR, pixels=[64], seconds=0.0, depth=1, proposals=8, **options)
     return rows
 
 
@@ -36,6 +36,11 @@ def test_twins_are_measured_side_by_side(tmp_path, monkeypatch):
     with_graphs = detect_table([replace(row, timed=GRAPH) if row.part == BACKBONE else row for row in rows])
     assert set(with_graphs.header) - set(table.header) == {"timed", "twin called, ms", "SimA called, ms"}
     assert {len(line) for line in with_graphs.lines} == {len(with_graphs.header)}
+
+
+@pytest.mark.usefixtures("brief_timing")
+def test_without_masks_the_rows_say_so():
+    assert [row.part for row in measured("cpu", masks=False)] == [BACKBONE] * 2 + [BOX_DETECTOR] * 2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -8,8 +8,8 @@ from torch import nn
 
 from closeness import assert_close
 from sima_attn.detect.backbone import STRIDE, BatchLayout, block_maps, spread_blocks
-from sima_attn.detect.mask_rcnn import Anchors, build_mask_rcnn, with_edges
 from sima_attn.detect.pyramid import CHANNELS, Pyramid, to_stride
+from sima_attn.detect.rcnn import Anchors, build_rcnn, with_edges
 from sima_attn.nn import SimAttention
 from sima_attn.ops import ExpCounter
 
@@ -81,7 +81,7 @@ def test_with_norms_the_pyramid_does_not_depend_on_how_large_the_maps_are(norm, 
 def test_frozen_statistics_stay_as_they_came_and_others_do_not():
     target = {"boxes": torch.tensor([[9.0, 9, 40, 50]]), "labels": torch.tensor([1]), "masks": torch.ones(1, 64, 64)}
     for frozen in (True, False):
-        model = build_mask_rcnn(XCIT, 2, proposals=4, freeze_statistics=frozen, **SMALL[XCIT])
+        model = build_rcnn(XCIT, 2, proposals=4, freeze_statistics=frozen, **SMALL[XCIT])
         before = {name: x.clone() for name, x in model.backbone.maps.named_buffers()}
         losses = model.eval().train()([torch.rand(3, 64, 64)], [target])
         sum(losses.values()).backward()
@@ -181,7 +181,7 @@ def test_backbone_and_pyramid_are_free_of_exp_with_relu_and_not_without(name):
 
 def test_parameters_are_the_papers_44_3_million_part_by_part():
     with torch.device("meta"):
-        model = build_mask_rcnn("sima_xcit_small_12_p16_224")
+        model = build_rcnn("sima_xcit_small_12_p16_224")
     parts = {
         "backbone": model.backbone.maps,
         "rescale": model.backbone.rescale,
@@ -243,9 +243,7 @@ def test_there_is_no_layout_without_padding():
 
 @pytest.mark.parametrize("name", [DEIT, XCIT, CVT])
 def test_a_padded_batch_gives_the_boxes_of_the_single_images(name):
-    model = build_mask_rcnn(
-        name, 3, side=64, longest=96, score_threshold=0.0, detections=3, proposals=20, **SMALL[name]
-    )
+    model = build_rcnn(name, 3, side=64, longest=96, score_threshold=0.0, detections=3, proposals=20, **SMALL[name])
     model = model.double().eval()
     for module in model.modules():
         if isinstance(module, nn.Conv2d | nn.Linear | nn.BatchNorm2d) and module.bias is not None:
@@ -263,7 +261,7 @@ def test_a_padded_batch_gives_the_boxes_of_the_single_images(name):
 
 def test_boxes_are_not_rounded_to_half_precision():
     """bfloat16 has whole pixels alone from 128 on, and every eighth at 1333."""
-    model = build_mask_rcnn(
+    model = build_rcnn(
         XCIT, 2, side=160, longest=160, score_threshold=0.0, detections=3, proposals=8, **SMALL[XCIT]
     ).eval()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -278,13 +276,13 @@ def test_boxes_are_not_rounded_to_half_precision():
 
 
 def test_token_ref_is_the_tokens_of_the_training_size():
-    model = build_mask_rcnn("sima_xcit_nano_12_p16_224", 3, token_ref="train", depth=2)
+    model = build_rcnn("sima_xcit_nano_12_p16_224", 3, token_ref="train", depth=2)
     refs = {m.token_ref for m in model.modules() if isinstance(m, SimAttention)}
     assert refs == {14.0 * 14}
 
 
 def test_targets_and_names_are_checked():
-    model = build_mask_rcnn(XCIT, 2, **SMALL[XCIT])
+    model = build_rcnn(XCIT, 2, **SMALL[XCIT])
     image = torch.rand(3, 64, 64)
     good = {"boxes": torch.tensor([[1.0, 1, 9, 9]]), "labels": torch.tensor([1]), "masks": torch.ones(1, 64, 64)}
     for wrong, message in (
@@ -297,17 +295,17 @@ def test_targets_and_names_are_checked():
     with pytest.raises(ValueError, match="pass targets in training mode"):
         model([image])
     with pytest.raises(ValueError, match=r"unknown model .*did you mean 'sima_cvt_13'"):
-        build_mask_rcnn("sima_cvt13")
+        build_rcnn("sima_cvt13")
     with pytest.raises(ValueError, match="blocks must be four numbers from 1 to 2"):
-        build_mask_rcnn(XCIT, blocks=(1, 2, 3, 4), **SMALL[XCIT])
+        build_rcnn(XCIT, blocks=(1, 2, 3, 4), **SMALL[XCIT])
     with pytest.raises(ValueError, match="CvT feeds the pyramid from its stages"):
-        build_mask_rcnn(CVT, blocks=(1, 2, 3, 4))
+        build_rcnn(CVT, blocks=(1, 2, 3, 4))
     with pytest.raises(ValueError, match="cannot be built with"):
-        build_mask_rcnn(XCIT, depht=3)
+        build_rcnn(XCIT, depht=3)
 
 
 def test_an_image_without_objects_can_be_trained_on():
-    model = build_mask_rcnn(XCIT, 2, proposals=4, **SMALL[XCIT]).train()
+    model = build_rcnn(XCIT, 2, proposals=4, **SMALL[XCIT]).train()
     empty = {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0).long(), "masks": torch.zeros(0, 64, 64)}
     losses = model([torch.rand(3, 64, 64)], [empty])
     total = sum(losses.values())

@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 from sima_attn import cli
 from sima_attn._settings import check, from_dict, to_dict, with_overrides
 from sima_attn.detect import pyramid
-from sima_attn.detect.predict import Detections, detect, draw, overlap, place_caption
+from sima_attn.detect.drawing import overlap, place_caption
+from sima_attn.detect.predict import Detections, detect, draw
 from sima_attn.detect.recipes import RECIPES, DetectRecipe, named_recipe
 from sima_attn.detect.task import Detection, train_detector
 from sima_attn.detect.weights import build_detector, load_backbone, load_detector
@@ -167,6 +168,19 @@ def test_batches_depend_on_the_step_alone(data):
     assert any(len({image.shape for image in batch.images}) > 1 for batch in every)
 
 
+def test_the_first_batch_is_drawn_with_boxes_masks_and_class_names(data, run, tmp_path):
+    assert (run[0] / "batch.png").is_file()
+    detection, _ = task(data)
+    batch = next(detection.batches(0, 1))
+    picture = np.array(detection.drawn(batch.images[0], batch.targets[0]))
+    plain = (255 * batch.images[0]).round().byte().permute(1, 2, 0).numpy()
+    assert picture.shape == plain.shape
+    inside = batch.targets[0]["masks"].bool().any(dim=0).numpy()
+    assert (picture[inside] != plain[inside]).any(axis=1).mean() > 0.9
+    detection.draw_batch(batch, tmp_path / "batch.png")
+    assert np.array(Image.open(tmp_path / "batch.png")).std() > 0
+
+
 def test_norms_and_biases_are_not_decayed(data):
     detection, _ = task(data, name="sima_deit_tiny_patch16_224")
     plain, decayed = detection.parameter_groups(0.05)
@@ -201,11 +215,11 @@ def test_the_mini_recipe_starts_from_the_weights_of_the_package():
     import timm
 
     recipe = named_recipe("coco_mini")
-    body = build_detector(recipe, 80, start=True).backbone.maps.body.state_dict()
+    body = build_detector(recipe, 80, masks=True, start=True).backbone.maps.body.state_dict()
     shipped = timm.create_model(recipe.model.name, pretrained=True).state_dict()
     assert body.keys() < shipped.keys()
     assert all(torch.equal(value, shipped[key]) for key, value in body.items())
-    later = build_detector(recipe, 80).backbone.maps.body.state_dict()  # to load a run's weights into
+    later = build_detector(recipe, 80, masks=True).backbone.maps.body.state_dict()  # to load a run's weights into
     assert not torch.equal(later["blocks.0.mlp.fc1.weight"], shipped["blocks.0.mlp.fc1.weight"])
 
 

@@ -12,13 +12,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sima_attn.detect.mask_rcnn import SimaMaskRCNN, build_mask_rcnn
+from sima_attn.detect.rcnn import SimaRCNN, build_rcnn
 from sima_attn.report.cuda_timing import time_graphs
 from sima_attn.report.rows import provenance_columns
 from sima_attn.report.tables import TextTable
 from sima_attn.report.timing import Function, time_interleaved
 
-BACKBONE, DETECTOR = "backbone", "detector"
+BACKBONE, DETECTOR, BOX_DETECTOR = "backbone", "detector", "detector, boxes only"
 GRAPH, CALLED = "graph", "called"
 PIXELS = {"cuda": (480, 800, 1333, 2048), "cpu": (480, 800)}
 DETECTIONS = 100  # COCO's maximum per image
@@ -66,32 +66,31 @@ def bench_detect(
     seconds: float = 2.0,
     **kwargs: object,
 ) -> Generator[list[DetectSpeedRow]]:
-    """The rows of each pair at each size; `kwargs` are arguments of the models."""
+    """The rows of each pair at each size; `kwargs` are arguments of `build_rcnn`."""
     for name, twin in twins.items():
         models = {attention: _build(name, attention, device, kwargs) for attention in (twin, "sima")}
         for side in pixels or PIXELS[device]:
             yield _bench_pair(name, models, side, device, seconds)
 
 
-def _build(name: str, attention: str, device: str, kwargs: dict) -> SimaMaskRCNN:
+def _build(name: str, attention: str, device: str, kwargs: dict) -> SimaRCNN:
     torch.manual_seed(0)
-    model = build_mask_rcnn(name, score_threshold=0.0, detections=DETECTIONS, attention=attention, **kwargs)
+    model = build_rcnn(name, score_threshold=0.0, detections=DETECTIONS, attention=attention, **kwargs)
     return model.to(device).eval()
 
 
 @torch.inference_mode()
-def _bench_pair(
-    name: str, models: dict[str, SimaMaskRCNN], side: int, device: str, seconds: float
-) -> list[DetectSpeedRow]:
+def _bench_pair(name: str, models: dict[str, SimaRCNN], side: int, device: str, seconds: float) -> list[DetectSpeedRow]:
     twin = next(iter(models))
     image = torch.rand(3, side, side, device=device)
-    forwards: dict[str, dict[str, Function]] = {BACKBONE: {}, DETECTOR: {}}
+    whole = DETECTOR if models[twin].has_masks else BOX_DETECTOR
+    forwards: dict[str, dict[str, Function]] = {BACKBONE: {}, whole: {}}
     found: dict[str, int] = {}
     for attention, model in models.items():
         model.transform.min_size, model.transform.max_size = (side,), side
         batch = model.transform([image])[0].tensors
         forwards[BACKBONE][attention] = partial(_forward, model.backbone, batch)
-        forwards[DETECTOR][attention] = partial(_forward, model, [image])
+        forwards[whole][attention] = partial(_forward, model, [image])
         found[attention] = len(_forward(model, [image])[0]["boxes"])
     rows = []
     for part, mine in forwards.items():
@@ -114,7 +113,7 @@ def _bench_pair(
                     timed=GRAPH if as_graph else CALLED,
                     called_ms=round(called[attention].p50 * 1e3, 3),
                     peak_mib=round(peaks[attention], 1),
-                    detections=found[attention] if part == DETECTOR else 0,
+                    detections=found[attention] if part == whole else 0,
                     precision="bfloat16 autocast" if device == "cuda" else "float32",
                     threads=torch.get_num_threads(),
                     **provenance_columns(device),

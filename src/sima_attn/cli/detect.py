@@ -1,5 +1,6 @@
-"""`sima detect` and `sima bench detect`: Mask R-CNN on COCO's format."""
+"""`sima detect` and `sima bench detect`: Mask R-CNN, and Faster R-CNN for boxes without masks."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +16,7 @@ from sima_attn.cli.train import check_installed, resolved, say_finished
 from sima_attn.data.images import find_photos
 from sima_attn.report.rows import write_rows
 
-app = typer.Typer(help="Boxes and instance masks: Mask R-CNN, COCO's format.", no_args_is_help=True)
+app = typer.Typer(help="Boxes and instance masks: Mask R-CNN, Faster R-CNN.", no_args_is_help=True)
 
 
 def check_ready() -> None:
@@ -26,8 +27,11 @@ def check_ready() -> None:
 @app.command("train")
 def train_command(
     recipe: Annotated[str | None, Option(help="coco (the paper's) or coco_mini. Default: coco_mini.")] = None,
-    data: Annotated[str | None, Option(help="Folder in COCO's format. Default: the recipe's.")] = None,
+    data: Annotated[str | None, Option(help="Folder with COCO files or YOLO labels. Default: the recipe's.")] = None,
     backbone: Annotated[str | None, Option(help="Weights of a classifier to start from: a run or a file.")] = None,
+    no_masks: Annotated[
+        bool, Option("--no-masks", help="Train on boxes alone, as is done where the annotations have no masks.")
+    ] = False,
     out: option.RunFolder = None,
     overrides: option.Settings = None,
     resume: option.Resume = False,
@@ -41,6 +45,7 @@ def train_command(
 
     folder = out or Path("runs") / (recipe or "coco_mini")
     options = {"data.path": data, "model.weights": backbone, "run.precision": precision}
+    options |= {"model.masks": "false"} if no_masks else {}
     chosen = resolved(named_recipe, recipe, "coco_mini", folder, resume, overrides, options)
     from sima_attn.detect.task import train_detector  # slow to import: after the settings are checked
 
@@ -51,16 +56,16 @@ def train_command(
 @app.command("eval")
 def eval_command(
     run: Annotated[str, Argument(metavar="RUN", help="A run's folder, a checkpoint, or weights.")],
-    data: Annotated[str | None, Option(help="Folder in COCO's format. Default: the run's.")] = None,
-    split: Annotated[str, Option(help="train or val, or what the folder has.")] = "val",
+    data: Annotated[str | None, Option(help="Folder with COCO files or YOLO labels. Default: the run's.")] = None,
+    split: Annotated[str, Option(help="train, val or test, or a COCO file in the folder.")] = "val",
     out: Annotated[Path | None, Option(help="Folder for results.json and categories.csv.")] = None,
     batch: option.BatchSize = 2,
     workers: Annotated[int, Option(help="Worker processes that decode images.", min=0)] = 4,
     device: option.Device = "auto",
 ) -> None:
-    """AP of boxes and masks as a row of the paper's Table 4, by size, and by category."""
+    """AP of boxes and, if there are any, masks: as a row of the paper's Table 4, by size, and by category."""
     check_ready()
-    from sima_attn.detect.coco import write_results
+    from sima_attn.detect.scores import write_results
     from sima_attn.detect.task import evaluate_detector
     from sima_attn.detect.weights import load_detector
     from sima_attn.reproduce.detection import size_table, table_4
@@ -76,11 +81,11 @@ def eval_command(
             batch=batch,
             workers=workers,
             device=resolve_device(device),
-            say=progress.console.print,
-            on_step=step_callback(progress, f"{split} of {path}"),
+            say=teller(progress.console),
+            counter=partial(step_callback, progress),
         )
     params = sum(p.numel() for p in loaded.model.parameters())
-    print_table(table_4(loaded.recipe.model.name, params, evaluated.scores), "Mask R-CNN, Table 4")
+    print_table(table_4(loaded.recipe.model.name, params, evaluated.scores), "Detection on COCO, Table 4")
     print_table(size_table(evaluated.scores), "By the size of the objects")
     if out is not None:
         write_results(out / "results.json", evaluated.results)
@@ -96,7 +101,7 @@ def predict_command(
     threshold: Annotated[float, Option(help="Minimum score to draw.", min=0.0, max=1.0)] = 0.5,
     device: option.Device = "auto",
 ) -> None:
-    """Draw boxes, masks, class names and scores on photos."""
+    """Draw boxes, masks if there are any, class names and scores on photos."""
     check_ready()
     from sima_attn.detect.predict import predict_photos
     from sima_attn.detect.weights import load_detector
@@ -135,6 +140,7 @@ def bench_detect_command(
         Path | None, Option(help="CSV file.", dir_okay=False, show_default="runs/bench/detect_DEVICE.csv")
     ] = None,
     pixels: option.Pixels = None,
+    no_masks: Annotated[bool, Option("--no-masks", help="Time Faster R-CNN instead of Mask R-CNN.")] = False,
     device: option.Device = "auto",
     seconds: option.Seconds = 2.0,
 ) -> None:
@@ -144,6 +150,8 @@ def bench_detect_command(
     device = resolve_device(device)
     file = out or option.BENCH_FOLDER / f"detect_{device}.csv"
     total = len(TWINS) * len(pixels or PIXELS[device])
-    rows = bench.measure(lambda show: bench_detect(device, pixels=pixels, seconds=seconds), file, total)
+    rows = bench.measure(
+        lambda show: bench_detect(device, pixels=pixels, seconds=seconds, masks=not no_masks), file, total
+    )
     print_table(detect_table(rows), f"one image, {rows[0].precision}, {rows[0].device}")
     bench.print_paths(rows=file)

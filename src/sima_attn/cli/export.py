@@ -33,7 +33,14 @@ def export_command(
     images: Annotated[Path | None, Option(help="Folder of images to compare on, besides random ones.")] = None,
     fail_on_exp: Annotated[bool, Option("--fail-on-exp", help="Fail if the graph has an exp-like node.")] = False,
 ) -> None:
-    """Write a model as an ONNX file, compared with torch and audited for exp()."""
+    """Write a model as an ONNX file, compared with torch and audited for exp(). Detectors are exported at one size."""
+    from sima_attn.models.loading import is_detector
+
+    if is_detector(model):
+        given = {"--checkpoint": checkpoint, "--pretrained": pretrained, "--dynamic": dynamic, "--labels": labels}
+        given |= {"--preprocess": preprocess, "--order": order != "auto", "--fail-on-exp": fail_on_exp}
+        _export_detector(model, out, size, images, [name for name, value in given.items() if value])
+        return
     with Console(stderr=True).status(f"exporting {model}"):
         from sima_attn.export.onnx import check_installed, export_onnx
 
@@ -60,6 +67,27 @@ def export_command(
     for fact in [*facts, f"weights: {weights}"]:
         console.print(fact)
     console.print(f"[bold]{last}[/bold]")
+
+
+def _export_detector(run: str, out: Path, size: int | None, images: Path | None, others: list[str]) -> None:
+    if others:
+        raise ValueError(f"{run} is a detector, whose export takes --size and --images only, got {', '.join(others)}")
+    with Console(stderr=True).status(f"exporting {run}"):
+        from sima_attn.detect.weights import load_detector
+        from sima_attn.export.detector import export_detector, images_of_run
+
+        loaded = load_detector(run)
+        photos = [photo for _, photo in open_photos(find_photos([images]), say=teller())] if images else None
+        report = export_detector(
+            loaded.model,
+            out,
+            size=size or loaded.recipe.data.side,
+            classes=loaded.classes,
+            images=photos or images_of_run(loaded.recipe),
+            name=Path(run).name,
+        )
+    for fact in report.lines():
+        console.print(fact)
 
 
 @app.command("quantize")

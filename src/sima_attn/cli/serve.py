@@ -1,7 +1,7 @@
 """`sima serve`: the web page."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -12,6 +12,10 @@ from sima_attn._errors import check_installed
 from sima_attn.cli import _options as option
 from sima_attn.cli._shared import note, teller
 from sima_attn.cli.explain import load_models
+
+if TYPE_CHECKING:
+    from sima_attn.detect.weights import LoadedDetector
+    from sima_attn.explain.photo_model import PhotoModel
 
 app = typer.Typer()
 
@@ -30,14 +34,32 @@ def serve_command(
     queue: Annotated[int, Option(help="Maximum number of waiting requests; more are rejected.", min=0)] = 16,
     timeout: Annotated[float, Option(help="Seconds per request.", min=1.0)] = 60.0,
 ) -> None:
-    """Serve a web page that classifies photos and shows attention maps."""
+    """Serve a web page that classifies photos and shows attention maps; with a detector, it shows boxes and masks."""
     check_installed("the page", "fastapi", "uvicorn", extra="serve")
-    (loaded,) = load_models([model], device)
+    from sima_attn.models.loading import is_detector
+
+    loaded: PhotoModel | LoadedDetector
+    if model is not None and is_detector(model):
+        if onnx is not None:
+            raise ValueError(f"{model} is a detector, which does not run in the browser: omit --onnx")
+        loaded, what = _load_detector(model, device)
+    else:
+        (loaded,) = load_models([model], device)
+        what = f"{loaded.name}, {loaded.size} px"
     from sima_attn.serve.limits import Limits
     from sima_attn.serve.run import serve
 
-    teller(Console(stderr=True))(f"{loaded.name}, {loaded.size} px, {resolve_device(device)}")
+    teller(Console(stderr=True))(f"{what}, {resolve_device(device)}")
     if host not in ("127.0.0.1", "::1", "localhost"):
         note(f"{host} can be reached from other machines")
     limits = Limits(queue=queue, seconds=timeout)
     serve(loaded, host=host, port=port, samples=samples, limits=limits, onnx=onnx, onnxruntime_web=onnxruntime_web)
+
+
+def _load_detector(run: str, device: str) -> "tuple[LoadedDetector, str]":
+    """The detector of a run, and what to call it."""
+    from sima_attn.detect.weights import load_detector
+
+    loaded = load_detector(run)
+    loaded.model.to(resolve_device(device))
+    return loaded, f"{run}, a detector of {len(loaded.classes)} classes"

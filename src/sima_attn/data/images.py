@@ -90,6 +90,19 @@ def read_image(file: str | Path | IO[bytes]) -> Image:
         raise ValueError(str(error) or type(error).__name__) from None
 
 
+def upright_size(path: Path) -> tuple[int, int]:
+    """(width, height) of the image that `read_image` returns, from the header of the file alone."""
+    from PIL import Image
+    from PIL.ExifTags import Base
+
+    with Image.open(path) as image:
+        width, height = image.size
+        with contextlib.suppress(Exception):  # damaged EXIF, as in `make_upright`
+            if image.getexif().get(Base.Orientation) in (5, 6, 7, 8):  # rotated by 90 degrees
+                return height, width
+    return width, height
+
+
 def check_size(width: int, height: int) -> None:
     """Raise ValueError if an image has too many pixels or too large an aspect ratio."""
     if width * height > MAX_PIXELS:

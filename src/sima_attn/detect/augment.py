@@ -1,7 +1,7 @@
 """Augmentation of detection training images: random flip, random crop, random size, by torchvision.
 
-An image is [3, height, width] as bytes. A target has boxes [n, 4] (x0, y0, x1, y1), labels [n] and masks
-[n, height, width]. All draws come from torch's generator, so a seed fixes them.
+An image is [3, height, width] as bytes. A target has boxes [n, 4] (x0, y0, x1, y1), labels [n] and, if
+there are any, masks [n, height, width]. All draws come from torch's generator, so a seed fixes them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class Augment:
         from torchvision.transforms.v2 import functional as F
 
         boxes = tv_tensors.BoundingBoxes(target["boxes"], format="XYXY", canvas_size=image.shape[1:])
-        sample: list[Tensor] = [tv_tensors.Image(image), boxes, tv_tensors.Mask(target["masks"])]
+        sample: list[Tensor] = [tv_tensors.Image(image), boxes]
+        sample += [tv_tensors.Mask(target["masks"])] if "masks" in target else []
         labels = target["labels"]
         if torch.rand(()) < self.flip:
             sample = [F.horizontal_flip(x) for x in sample]
@@ -61,11 +62,12 @@ class Augment:
             sample = resize(sample, side, MAX_RESIZED_RATIO * side)  # limits the size of very long images
             sizes = [_randint(*(min(side, end) for end in self.crop_size)) for side in sample[0].shape[1:]]
             corner = [_randint(0, side - size) for side, size in zip(sample[0].shape[1:], sizes, strict=True)]
-            image, boxes, masks = (F.crop(x, *corner, *sizes) for x in sample)
+            image, boxes, *masks = (F.crop(x, *corner, *sizes) for x in sample)
             boxes, kept = F.sanitize_bounding_boxes(boxes, min_size=MIN_SIDE)
-            sample, labels = [image, boxes, tv_tensors.Mask(masks[kept])], labels[kept]  # indexing drops the type
-        image, boxes, masks = (x.as_subclass(Tensor) for x in resize(sample, _choose(self.sides, 32), self.longest))
-        return image, {"boxes": boxes, "labels": labels, "masks": masks}
+            sample = [image, boxes, *(tv_tensors.Mask(x[kept]) for x in masks)]  # indexing drops the type
+            labels = labels[kept]
+        image, boxes, *masks = (x.as_subclass(Tensor) for x in resize(sample, _choose(self.sides, 32), self.longest))
+        return image, {"boxes": boxes, "labels": labels, **({"masks": masks[0]} if masks else {})}
 
 
 def resize(sample: Sequence[Tensor], side: int, longest: int) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Read COCO annotations, write COCO results, compute AP. pycocotools decodes the masks and computes the AP.
+"""Objects of images: annotations in COCO's format, checked. pycocotools decodes the masks.
 
 Unusable annotations are skipped and reported by reason. Crowds are not trained on; the AP treats them as regions to
 ignore. Shapes: n objects; boxes are (x0, y0, x1, y1) here and (x, y, width, height) in the files.
@@ -12,10 +12,9 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,22 +22,11 @@ from PIL.Image import Image
 from torch import Tensor
 
 from sima_attn._errors import check_installed
-from sima_attn._files import atomic_write
 from sima_attn.data.images import check_size, read_image
 from sima_attn.data.sources import ImageSource
 
-# Locations of the files of a split, in order of preference.
-ANNOTATION_FILES = (
-    "annotations/instances_{split}2017.json",
-    "annotations/instances_{split}.json",
-    "instances_{split}2017.json",
-    "instances_{split}.json",
-    "{split}/_annotations.coco.json",
-)
-IMAGE_FOLDERS = ("{split}2017", "images/{split}2017", "{split}", "images/{split}", "images", ".")
 MIN_SIDE = 1.0  # pixels, of a box to train on
 RLE = re.compile("(?:[P-o]{0,5}[0-O])+")  # a compressed run-length code: continued digits, then the last digit
-KINDS = {"box": "bbox", "mask": "segm"}
 
 
 def check_pycocotools() -> None:
@@ -62,6 +50,7 @@ class CocoData(ImageSource):
         objects: The annotations of each image, including crowds.
         classes: Class names; label k is classes[k - 1]. The category ids may have gaps.
         category_ids, category_names: The category id of each class; id and name in one string.
+        has_masks: Whether the objects have masks, or boxes only.
     """
 
     def __init__(
@@ -71,15 +60,62 @@ class CocoData(ImageSource):
         images: list[dict[str, Any]],
         objects: list[list[dict[str, Any]]],
         categories: list[dict[str, Any]],
+        has_masks: bool,
     ) -> None:
         self.file, self.folder, self.images, self.objects, self.categories = file, folder, images, objects, categories
+        self.has_masks = has_masks
         self.classes = [str(category["name"]) for category in categories]
         self.category_ids = [int(category["id"]) for category in categories]
         self.category_names = [f"{category['id']} {category['name']}" for category in categories]
         self.labels = {id_: label for label, id_ in enumerate(self.category_ids, start=1)}
 
+    @classmethod
+    def from_content(
+        cls,
+        content: Mapping[str, Any],
+        file: Path,
+        folder: Path,
+        say: Callable[[str], None],
+        *,
+        masks: bool = True,
+        skipped: SkippedRecords | None = None,
+    ) -> CocoData:
+        """The objects in the content of an annotation file; unusable records are skipped and reported by `say`.
+
+        Args:
+            content: The lists of images, annotations and categories.
+            file, folder: Where the annotations and the images are.
+            masks: Read masks where the annotations have any; otherwise their boxes only.
+            skipped: Records that were skipped before, to report with the others.
+        """
+        skipped = SkippedRecords(list) if skipped is None else skipped
+        categories = _categories(content, file)
+        images = _images(content, file, skipped)
+        places = {image["id"]: i for i, image in enumerate(images)}
+        objects: list[list[dict[str, Any]]] = [[] for _ in images]
+        known = {category["id"] for category in categories}
+        masks = masks and any(a.get("segmentation") and not a.get("iscrowd") for a in content["annotations"])
+        for annotation in content["annotations"]:
+            place = places.get(annotation.get("image_id"))
+            if place is None:
+                skipped["annotations of an image that is not in the file"].append(annotation.get("id"))
+                continue
+            reason, usable = _checked(annotation, images[place], known, masks)
+            if reason:
+                skipped[f"annotations {reason}"].append(annotation.get("id"))
+            else:
+                objects[place].append(usable)
+        for line in _in_words(skipped):
+            say(f"{file.name}: {line}")
+        return cls(file, folder, images, objects, categories, masks)
+
     def __len__(self) -> int:
         return len(self.images)
+
+    def summary(self) -> str:
+        """The numbers of images, objects and classes, and whether there are masks."""
+        what = "with masks" if self.has_masks else "with boxes, without masks"
+        return f"{len(self)} images, {sum(map(len, self.objects))} objects of {len(self.classes)} classes, {what},"
 
     def name(self, index: int) -> str:
         """The path of an image."""
@@ -97,14 +133,18 @@ class CocoData(ImageSource):
         return image
 
     def target(self, index: int) -> dict[str, Tensor]:
-        """Boxes [n, 4], labels [n] and masks [n, height, width] of the objects to train on."""
+        """Boxes [n, 4], labels [n] and, if there are any, masks [n, height, width] of the objects to train on."""
         record = self.images[index]
         height, width = record["height"], record["width"]
         used = [a for a in self.objects[index] if is_trainable(a, width, height)]
         boxes = torch.tensor([corners(a["bbox"], width, height) for a in used], dtype=torch.float).reshape(-1, 4)
-        masks = np.stack([mask_of(a, height, width) for a in used]) if used else np.zeros((0, height, width), np.uint8)
         labels = torch.tensor([self.labels[a["category_id"]] for a in used], dtype=torch.long)
-        return {"boxes": boxes, "labels": labels, "masks": torch.from_numpy(masks)}
+        target = {"boxes": boxes, "labels": labels}
+        if self.has_masks:
+            empty = np.zeros((0, height, width), np.uint8)
+            masks = np.stack([mask_of(a, height, width) for a in used]) if used else empty
+            target["masks"] = torch.from_numpy(masks)
+        return target
 
     def only_trainable(self) -> CocoData:
         """Only the images with an object to train on."""
@@ -116,10 +156,10 @@ class CocoData(ImageSource):
         if not kept:
             raise ValueError(f"{self.file} has no object to train on: all images are empty or have only crowds")
         images, objects = [self.images[i] for i in kept], [self.objects[i] for i in kept]
-        return CocoData(self.file, self.folder, images, objects, self.categories)
+        return CocoData(self.file, self.folder, images, objects, self.categories, self.has_masks)
 
     def ground_truth(self) -> Any:
-        """These annotations as pycocotools' COCO; missing areas are computed from the masks."""
+        """These annotations as pycocotools' COCO; missing areas are computed from the masks, or the boxes."""
         from pycocotools.coco import COCO
 
         coco = COCO()
@@ -128,7 +168,8 @@ class CocoData(ImageSource):
             for a in objects:
                 area: Any = a.get("area")
                 if not (_is_finite(area) and area >= 0):
-                    area = int(mask_of(a, image["height"], image["width"]).sum())
+                    size = image["height"], image["width"]
+                    area = int(mask_of(a, *size).sum()) if self.has_masks else a["bbox"][2] * a["bbox"][3]
                 annotations.append({**a, "id": len(annotations) + 1, "image_id": image["id"], "area": area})
         coco.dataset = {"images": self.images, "annotations": annotations, "categories": self.categories}
         with contextlib.redirect_stdout(io.StringIO()):
@@ -136,41 +177,10 @@ class CocoData(ImageSource):
         return coco
 
 
-def open_coco(path: str | Path, split: str, say: Callable[[str], None] = print) -> CocoData:
-    """A split of a folder in COCO's format; unusable records are skipped and reported by `say`."""
-    root = Path(path)
-    if not root.is_dir():
-        raise FileNotFoundError(f"there is no folder {root}")
-    files = [root / pattern.format(split=split) for pattern in ANNOTATION_FILES]
-    file = next((file for file in files if file.is_file()), None)
-    if file is None:
-        tried = ", ".join(pattern.format(split=split) for pattern in ANNOTATION_FILES)
-        raise FileNotFoundError(f"{root} has no annotations for the split {split!r}; looked for {tried}")
-    content = read_json(file)
-    skipped = SkippedRecords(list)
-    categories = _categories(content, file)
-    images = _images(content, file, skipped)
-    folder = _image_folder(root, split, images)
-    places = {image["id"]: i for i, image in enumerate(images)}
-    objects: list[list[dict[str, Any]]] = [[] for _ in images]
-    known = {category["id"] for category in categories}
-    for annotation in content["annotations"]:
-        place = places.get(annotation.get("image_id"))
-        if place is None:
-            skipped["annotations of an image that is not in the file"].append(annotation.get("id"))
-            continue
-        reason, usable = _checked(annotation, images[place], known)
-        if reason:
-            skipped[f"annotations {reason}"].append(annotation.get("id"))
-        else:
-            objects[place].append(usable)
-    for line in _in_words(skipped):
-        say(f"{file.name}: {line}")
-    return CocoData(file, folder, images, objects, categories)
-
-
 def read_json(file: Path) -> dict[str, Any]:
     """The content of an annotation file."""
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no annotation file {file}")
     try:
         content = json.loads(file.read_text())
     except ValueError as error:  # not UTF-8, or not JSON
@@ -182,7 +192,7 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _categories(content: dict[str, Any], file: Path) -> list[dict[str, Any]]:
+def _categories(content: Mapping[str, Any], file: Path) -> list[dict[str, Any]]:
     categories = content["categories"]
     good = [isinstance(c, dict) and isinstance(c.get("id"), int) and "name" in c for c in categories]
     if not good or not all(good):
@@ -192,7 +202,7 @@ def _categories(content: dict[str, Any], file: Path) -> list[dict[str, Any]]:
     return sorted(categories, key=lambda category: category["id"])
 
 
-def _images(content: dict[str, Any], file: Path, skipped: SkippedRecords) -> list[dict[str, Any]]:
+def _images(content: Mapping[str, Any], file: Path, skipped: SkippedRecords) -> list[dict[str, Any]]:
     images: dict[int | str, dict[str, Any]] = {}
     for record in content["images"]:
         height, width = (_whole(record.get(side)) for side in ("height", "width"))
@@ -211,17 +221,10 @@ def _images(content: dict[str, Any], file: Path, skipped: SkippedRecords) -> lis
     return list(images.values())
 
 
-def _image_folder(root: Path, split: str, images: Sequence[Mapping[str, Any]]) -> Path:
-    folders = [root / pattern.format(split=split) for pattern in IMAGE_FOLDERS]
-    for folder in folders:
-        if any((folder / image["file_name"]).is_file() for image in images[:100]):
-            return folder
-    tried = ", ".join(pattern.format(split=split) for pattern in IMAGE_FOLDERS)
-    raise FileNotFoundError(f"{root}: the first images, e.g. {images[0]['file_name']}, are not in any of {tried}")
-
-
-def _checked(annotation: dict[str, Any], image: Mapping[str, Any], known: set[int]) -> tuple[str, dict[str, Any]]:
-    """(the reason why an annotation is unusable, or ""; the annotation without its broken polygons).
+def _checked(
+    annotation: dict[str, Any], image: Mapping[str, Any], known: set[int], masks: bool
+) -> tuple[str, dict[str, Any]]:
+    """(the reason why an annotation is unusable, or ""; the annotation without its broken polygons, or any mask).
 
     pycocotools does not check its input, and invalid values make it access memory out of bounds.
     """
@@ -233,7 +236,9 @@ def _checked(annotation: dict[str, Any], image: Mapping[str, Any], known: set[in
         return "whose box is not four numbers", {}
     if box[2] <= 0 or box[3] <= 0:
         return "with an empty box", {}
-    segmentation = annotation.get("segmentation")
+    segmentation = annotation.pop("segmentation", None)
+    if not masks:
+        return "", annotation
     if isinstance(segmentation, dict):
         size = [image["height"], image["width"]]
         if segmentation.get("size") != size:
@@ -244,7 +249,7 @@ def _checked(annotation: dict[str, Any], image: Mapping[str, Any], known: set[in
     # pycocotools takes a polygon of four numbers as a box, and reads past the end of one with an odd number.
     polygons = [p for p in segmentation if _is_polygon(p)] if isinstance(segmentation, list) else []
     if not polygons:
-        return "without a mask", {}
+        return "without a mask (--no-masks uses their boxes)", {}
     if not all(_fits(p, image["width"], image["height"]) for p in polygons):
         return "with a polygon far outside the image", {}
     return "", {**annotation, "segmentation": polygons}
@@ -336,119 +341,3 @@ def encode_mask(mask: np.ndarray) -> dict[str, Any]:
 
     code = encode(np.asfortranarray(mask))
     return {"size": list(code["size"]), "counts": code["counts"].decode("ascii")}
-
-
-def to_results(image_id: int, detections: Mapping[str, Tensor], category_ids: Sequence[int]) -> list[dict[str, Any]]:
-    """Detections of an image in COCO's result format, with masks as run-length codes."""
-    boxes = detections["boxes"].float().cpu()
-    boxes = torch.cat([boxes[:, :2], boxes[:, 2:] - boxes[:, :2]], dim=1)
-    binary = (detections["masks"][:, 0] > 0.5).to(torch.uint8).cpu().numpy()
-    rows = zip(boxes.tolist(), detections["labels"].tolist(), detections["scores"].tolist(), binary, strict=True)
-    return [
-        {
-            "image_id": image_id,
-            "category_id": category_ids[label - 1],
-            "bbox": [round(x, 2) for x in box],
-            "score": round(score, 5),
-            "segmentation": encode_mask(pixels),
-        }
-        for box, label, score, pixels in rows
-    ]
-
-
-def write_results(path: Path, results: Sequence[Mapping[str, Any]]) -> None:
-    """Write a prediction file in COCO's result format."""
-    with atomic_write(path) as temporary:
-        temporary.write_text(json.dumps(results))
-
-
-class Precision(NamedTuple):
-    """Average precision in percent, as defined by pycocotools; NaN if there are no objects."""
-
-    ap: float
-    ap50: float
-    ap75: float
-    small: float
-    medium: float
-    large: float
-
-
-@dataclass(frozen=True)
-class CategoryRow:
-    """The AP of one category in percent; NaN if it has no objects."""
-
-    id: int
-    name: str
-    objects: int
-    box_ap: float
-    box_ap50: float
-    mask_ap: float
-    mask_ap50: float
-
-
-class CocoScores(NamedTuple):
-    """Box and mask AP over all categories, and per category."""
-
-    box: Precision
-    mask: Precision
-    categories: list[CategoryRow]
-    images: int
-
-    def metrics(self) -> dict[str, float]:
-        """The six metrics of the paper's Table 4."""
-        return {
-            f"{kind}_{name}": getattr(precision, name)
-            for kind, precision in (("box", self.box), ("mask", self.mask))
-            for name in ("ap", "ap50", "ap75")
-        }
-
-
-def coco_scores(
-    data: CocoData, results: Sequence[Mapping[str, Any]], image_ids: Iterable[int] | None = None
-) -> CocoScores:
-    """pycocotools' AP of results in COCO's format, over the images with `image_ids` (default: all)."""
-    truth = data.ground_truth()
-    ids = sorted(image_ids if image_ids is not None else truth.getImgIds())
-    objects = [a for a in truth.loadAnns(truth.getAnnIds(imgIds=ids)) if not a["iscrowd"]]
-    if not objects:
-        raise ValueError(f"{data.file} has no objects on these {len(ids)} images, so there is no AP")
-    found = {kind: _evaluate(truth, results, ids, code) for kind, code in KINDS.items()}
-    counts = {id_: sum(a["category_id"] == id_ for a in objects) for id_ in data.category_ids}
-    rows = [
-        CategoryRow(
-            id_,
-            name,
-            counts[id_],
-            *(_mean(found[kind][1][level, :, k]) for kind in KINDS for level in (slice(None), slice(0, 1))),
-        )
-        for k, (id_, name) in enumerate(zip(data.category_ids, data.classes, strict=True))
-    ]
-    return CocoScores(found["box"][0], found["mask"][0], rows, len(ids))
-
-
-def _evaluate(
-    truth: Any, results: Sequence[Mapping[str, Any]], ids: list[int], code: str
-) -> tuple[Precision, np.ndarray]:
-    """The six AP values, and the precision [10 IoU thresholds, 101 recalls, K] for all areas and 100 detections."""
-    from pycocotools.cocoeval import COCOeval
-
-    with contextlib.redirect_stdout(io.StringIO()):
-        if results:
-            found = truth.loadRes([dict(result) for result in results])  # loadRes modifies its input
-        else:
-            found = type(truth)()  # loadRes fails for an empty list
-            found.dataset = {**truth.dataset, "annotations": []}
-            found.createIndex()
-        evaluation = COCOeval(truth, found, code)
-        evaluation.params.imgIds = ids
-        evaluation.evaluate()
-        evaluation.accumulate()
-        evaluation.summarize()
-    numbers = [100 * x if x >= 0 else math.nan for x in evaluation.stats[:6].tolist()]
-    return Precision(*numbers), evaluation.eval["precision"][:, :, :, 0, 2]
-
-
-def _mean(precision: np.ndarray) -> float:
-    """Mean in percent over the valid entries; pycocotools marks missing ones by -1."""
-    valid = precision[precision > -1]
-    return 100 * float(valid.mean()) if valid.size else math.nan

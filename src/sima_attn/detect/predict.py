@@ -5,7 +5,6 @@ Shapes: n detections; boxes (x0, y0, x1, y1) in pixels of the photo.
 
 from __future__ import annotations
 
-import colorsys
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,19 +12,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont, ImageOps
+from PIL import Image, ImageOps
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
 from sima_attn._files import atomic_write
 from sima_attn.data.images import check_not_over, open_photos, to_rgb, unique_name
 from sima_attn.detect.coco import encode_mask
-from sima_attn.detect.mask_rcnn import SimaMaskRCNN
+from sima_attn.detect.drawing import draw_objects, resized_mask
+from sima_attn.detect.rcnn import SimaRCNN
 from sima_attn.detect.weights import LoadedDetector
-
-Rectangle = tuple[float, float, float, float]
-MASK_OPACITY = 115  # of 255
-GOLDEN_RATIO = 0.618033988749895  # of a full turn: consecutive labels get clearly different hues
 
 
 class Detections(NamedTuple):
@@ -35,22 +31,23 @@ class Detections(NamedTuple):
         boxes: [n, 4].
         labels: [n], from 1.
         scores: [n].
-        masks: Bool [n, height, width], at the size of the photo, or smaller for a large photo; see `mask_at`.
+        masks: Bool [n, height, width], at the size of the photo, or smaller for a large photo, see `mask_at`; None of
+            a detector without masks.
     """
 
     boxes: Tensor
     labels: Tensor
     scores: Tensor
-    masks: Tensor
+    masks: Tensor | None
 
     def mask_at(self, i: int, size: tuple[int, int]) -> np.ndarray:
         """The mask of one object at the size (width, height) of the photo, bool [height, width]."""
-        mask = Image.fromarray(self.masks[i].numpy().astype(np.uint8) * 255)
-        return np.asarray(mask.resize(size, Image.Resampling.BILINEAR)) > 127
+        assert self.masks is not None
+        return resized_mask(self.masks[i], size)
 
 
 @torch.no_grad()
-def detect(model: SimaMaskRCNN, image: Image.Image, threshold: float = 0.5) -> Detections:
+def detect(model: SimaRCNN, image: Image.Image, threshold: float = 0.5) -> Detections:
     """The objects on a photo with a score of at least `threshold`.
 
     A photo at least twice as large as the detector's input is reduced first. Without that, the masks of a photo of
@@ -61,83 +58,32 @@ def detect(model: SimaMaskRCNN, image: Image.Image, threshold: float = 0.5) -> D
     device = next(model.parameters()).device
     found = model([pil_to_tensor(reduced).to(device).float() / 255])[0]
     kept = found["scores"] >= threshold
-    masks = found["masks"][kept, 0] > 0.5
-    boxes, labels, scores, masks = (x.cpu() for x in (*(found[k][kept] for k in ("boxes", "labels", "scores")), masks))
+    boxes, labels, scores = (found[name][kept].cpu() for name in ("boxes", "labels", "scores"))
+    masks = (found["masks"][kept, 0] > 0.5).cpu() if model.has_masks else None
     scale = torch.tensor([image.width / reduced.width, image.height / reduced.height]).repeat(2)
     return Detections(boxes * scale, labels, scores, masks)
 
 
 def draw(image: Image.Image, found: Detections, classes: Sequence[str]) -> Image.Image:
-    """A copy of the photo with masks, boxes, class names and scores; one colour per class.
-
-    torchvision's drawing functions are not used: their captions have a fixed size of 10 pixels and overlap, and
-    pixels of overlapping masks turn black.
-    """
-    picture = to_rgb(image)
-    sides = found.boxes[:, 2:] - found.boxes[:, :2]
-    by_size = sides.prod(dim=1).argsort(descending=True).tolist()  # small objects last, on top of large ones
-    for i in by_size:
-        mask = found.mask_at(i, picture.size).astype(np.uint8) * MASK_OPACITY
-        picture.paste(colour(int(found.labels[i])), mask=Image.fromarray(mask))
-    pen = ImageDraw.Draw(picture)
-    unit = max(1, round(min(picture.size) / 300))
-    for i in by_size:
-        pen.rectangle(tuple(found.boxes[i].tolist()), outline=colour(int(found.labels[i])), width=unit)
-    font = ImageFont.load_default(size=max(11, round(min(picture.size) / 32)))
-    captions: list[Rectangle] = []
-    for box, label, score in zip(found.boxes.tolist(), found.labels.tolist(), found.scores.tolist(), strict=True):
-        text = f"{classes[label - 1]} {score:.0%}"
-        left, top, right, bottom = pen.textbbox((0, 0), text, font=font)
-        size = (right - left + 4 * unit, bottom - top + 4 * unit)
-        caption = place_caption(box, size, picture.size, captions)
-        captions.append(caption)
-        pen.rectangle(caption, fill=colour(label))
-        place = (caption[0] + 2 * unit - left, caption[1] + 2 * unit - top)
-        pen.text(place, text, fill=text_colour(colour(label)), font=font)
-    return picture
-
-
-def place_caption(
-    box: Sequence[float], size: tuple[float, float], picture: tuple[int, int], others: Sequence[Rectangle]
-) -> Rectangle:
-    """The place of a caption: above, inside or below its box, inside the picture, not over other captions."""
-    width, height = size
-    x = min(max(box[0], 0), max(picture[0] - width, 0))
-    places = [(x, y, x + width, y + height) for y in (box[1] - height, box[1], box[3], box[3] - height)]
-    places = [place for place in places if place[1] >= 0 and place[3] <= picture[1]]
-    free = [place for place in places if not any(overlap(place, other) for other in others)]
-    return next(iter(free or places), (x, 0, x + width, height))
-
-
-def overlap(a: Rectangle, b: Rectangle) -> bool:
-    """Whether the interiors of two rectangles intersect."""
-    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
-
-
-def text_colour(background: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Black on bright colours, white on dark ones."""
-    red, green, blue = background
-    return (0, 0, 0) if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else (255, 255, 255)
-
-
-def colour(label: int) -> tuple[int, int, int]:
-    """A bright colour, clearly different from those of the neighbouring labels."""
-    red, green, blue = colorsys.hsv_to_rgb(label * GOLDEN_RATIO % 1, 0.85, 0.95)
-    return round(255 * red), round(255 * green), round(255 * blue)
+    """A copy of the photo with boxes, class names, scores and, if there are any, masks."""
+    rows = zip(found.labels.tolist(), found.scores.tolist(), strict=True)
+    captions = [f"{classes[label - 1]} {score:.0%}" for label, score in rows]
+    return draw_objects(image, found.boxes, found.labels, captions, found.masks)
 
 
 def as_json(path: Path, image: Image.Image, found: Detections, classes: Sequence[str]) -> dict[str, Any]:
-    """The detections on a photo as plain values, with masks as COCO's run-length codes."""
+    """The detections on a photo as plain values, with masks, if there are any, as COCO's run-length codes."""
     rows = zip(found.boxes.tolist(), found.labels.tolist(), found.scores.tolist(), strict=True)
-    objects = [
+    objects: list[dict[str, Any]] = [
         {
             "class": classes[label - 1],
             "score": round(score, 4),
             "box": [round(x, 1) for x in box],  # x0, y0, x1, y1
-            "mask": encode_mask(found.mask_at(i, image.size).astype(np.uint8)),
         }
-        for i, (box, label, score) in enumerate(rows)
+        for box, label, score in rows
     ]
+    for i, one in enumerate(objects if found.masks is not None else ()):
+        one["mask"] = encode_mask(found.mask_at(i, image.size).astype(np.uint8))
     return {"photo": str(path), "width": image.width, "height": image.height, "objects": objects}
 
 

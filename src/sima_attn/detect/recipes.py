@@ -15,10 +15,11 @@ from sima_attn.train.recipes import Optim, Run, StepSchedule
 
 @dataclass(frozen=True)
 class Detector:
-    """A Mask R-CNN; see `build_mask_rcnn`.
+    """A Mask R-CNN or Faster R-CNN; see `build_rcnn`.
 
     Attributes:
         name: A DeiT, XCiT or CvT of this package.
+        masks: False trains a Faster R-CNN, which finds boxes only; None: a Mask R-CNN if the annotations have masks.
         weights: Initial weights of the backbone: a file, or a run of `sima train`; None: random weights.
         drop_path: Rate of stochastic depth.
         blocks: Blocks that feed the pyramid, counted from 1; None: 4, 6, 8 and 12 of 12.
@@ -29,6 +30,7 @@ class Detector:
     """
 
     name: str
+    masks: bool | None = None
     weights: str | None = None
     drop_path: Probability = 0.05
     blocks: tuple[PositiveInt, PositiveInt, PositiveInt, PositiveInt] | None = None
@@ -43,7 +45,7 @@ class Data:
     """Images and annotations.
 
     Attributes:
-        path: A folder in COCO's format; see `open_coco`.
+        path: A folder with COCO files or YOLO labels; see `open_split`.
         train_split, eval_split: Splits for training and evaluation; several evaluation splits are separated by commas,
             e.g. "train,val".
         side, longest: Size of images in evaluation: shorter side, and maximum of the longer side, in pixels.

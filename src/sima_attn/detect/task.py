@@ -1,4 +1,4 @@
-"""Training and evaluation of a detector on COCO's format, with the training loop that all tasks share.
+"""Training and evaluation of a detector, with the training loop that all tasks share.
 
 `sima detect train` calls `train_detector`, `sima detect eval` calls `evaluate_detector`.
 """
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, distributed, nn
-from torchvision.transforms.functional import pil_to_tensor
+from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 
 from sima_attn._settings import to_dict
 from sima_attn.data.loader import (
@@ -28,17 +28,25 @@ from sima_attn.data.loader import (
     steps_per_epoch,
 )
 from sima_attn.data.sources import check_same_names
-from sima_attn.detect.coco import CocoData, CocoScores, check_pycocotools, coco_scores, open_coco, to_results
-from sima_attn.detect.mask_rcnn import Target
+from sima_attn.detect.coco import CocoData, check_pycocotools
+from sima_attn.detect.drawing import draw_objects
+from sima_attn.detect.folders import open_split
+from sima_attn.detect.rcnn import SimaRCNN, Target
 from sima_attn.detect.recipes import DetectRecipe
+from sima_attn.detect.scores import CocoScores, coco_scores, to_results
 from sima_attn.detect.weights import build_detector
+from sima_attn.report.drawing import Tile
 from sima_attn.report.progress import RunProgress
+from sima_attn.train.batch_picture import save_sheet
 from sima_attn.train.engine import RunSummary, Task
 from sima_attn.train.start import train_task
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
     from PIL.Image import Image
+
+
+DRAWN_IMAGES, DRAWN_COLUMNS, DRAWN_SIDE = 8, 4, 480  # in the picture of the first batch; pixels per image
 
 
 class Batch(NamedTuple):
@@ -65,21 +73,33 @@ class EvaluationSamples(Samples):
 
 
 class Detection(Task):
-    """Training of a Mask R-CNN by a recipe."""
+    """Training of a Mask R-CNN, or of a Faster R-CNN where there are no masks, by a recipe."""
+
+    model: SimaRCNN
 
     def __init__(self, recipe: DetectRecipe, fabric: Fabric, progress: RunProgress) -> None:
         self.recipe, self.fabric, self.progress = recipe, fabric, progress
-        self.title = f"{recipe.name}: Mask R-CNN on {recipe.model.name}"
-        data = recipe.data
-        self.data = open_coco(data.path, data.train_split, progress.say).only_trainable()
-        self.evaluated = {split: open_coco(data.path, split, progress.say) for split in data.eval_splits}
+        data, masks = recipe.data, recipe.model.masks
+        self.data = self.open(data.train_split, masks is not False).only_trainable()
+        if masks and not self.data.has_masks:
+            raise ValueError(f"model.masks=true needs masks, and {self.data.file} has boxes only: omit it")
+        masks = self.data.has_masks
+        kind = "Mask R-CNN" if masks else "Faster R-CNN"
+        if recipe.model.masks is None and not masks:
+            progress.say(f"{self.data.file.name} has no masks: training a Faster R-CNN, which finds boxes only")
+        self.title = f"{recipe.name}: {kind} on {recipe.model.name}"
+        self.evaluated = {split: self.open(split, masks) for split in data.eval_splits}
         for other in self.evaluated.values():
             check_same_names(self.data.file, self.data.category_names, other.file, other.category_names)
         self.share = Share(recipe.run.batch, fabric.global_rank, fabric.world_size, recipe.run.accumulate)
         self.steps_per_epoch = steps_per_epoch(self.data, self.share)
         seed_everything(recipe.run.seed)
-        self.model = build_detector(recipe, len(self.data.classes), start=True)
+        self.model = build_detector(recipe, len(self.data.classes), masks=masks, start=True)
         self.broken = BrokenImages(self.data, progress.say)
+
+    def open(self, split: str, masks: bool) -> CocoData:
+        """The images of a split and their objects."""
+        return open_split(self.recipe.data.path, split, self.progress.say, self.progress.counter, masks=masks)
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
         """Batches of this process."""
@@ -96,9 +116,10 @@ class Detection(Task):
             yield Batch(images, targets)
 
     def about(self, recipe: DetectRecipe) -> dict[str, Any]:
-        """Recipe, classes and number of training images."""
+        """Recipe, classes, number of training images, and whether the detector has masks."""
         data = self.data
         known = {"classes": data.classes, "category_ids": data.category_ids, "images": len(data)}
+        known["masks"] = data.has_masks
         return {"detector": to_dict(recipe), **known}
 
     def after_step(self, step: int) -> None:
@@ -107,12 +128,24 @@ class Detection(Task):
             self.broken.gather()
 
     def loss(self, model: Callable[..., Any], batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The sum of Mask R-CNN's five losses, and each loss."""
+        """The sum of Mask R-CNN's five losses, four without masks, and each loss."""
         losses = model(*batch)
         return sum(losses.values()), losses
 
+    def draw_batch(self, batch: Batch, path: Path) -> None:
+        """The images with the boxes, class names and masks that the detector learns from."""
+        tiles = [Tile(self.drawn(*each), "") for each in zip(*(part[:DRAWN_IMAGES] for part in batch), strict=True)]
+        rows = [tiles[first : first + DRAWN_COLUMNS] for first in range(0, len(tiles), DRAWN_COLUMNS)]
+        save_sheet(path, rows, f"first training batch: {len(tiles)} of {len(batch.images)} images", DRAWN_SIDE)
+
+    def drawn(self, image: Tensor, target: Target) -> Image:
+        """A training image [3, height, width] with its objects."""
+        objects = {name: value.cpu() for name, value in target.items()}
+        names = [self.data.classes[label - 1] for label in objects["labels"].tolist()]
+        return draw_objects(to_pil_image(image.cpu()), captions=names, **objects)
+
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Box and mask AP in percent, over all processes; several splits have their name as a prefix."""
+        """AP of boxes, and of masks if there are any, in percent; several splits have their name as a prefix."""
         scores = {split: self.scores(model, split) for split in self.evaluated}
         if len(scores) == 1:
             return next(iter(scores.values()))
@@ -134,14 +167,15 @@ class Detection(Task):
             world=share.world,
         )
         if share.world == 1:
-            return coco_scores(data, results, seen).metrics()
+            return coco_scores(data, results, seen, masks=self.data.has_masks).metrics()
         # The first process computes the AP from the results of all processes and broadcasts it.
         parts: list[Any] = [None] * share.world
         distributed.all_gather_object(parts, (results, seen))
         metrics: list[Any] = [None]
         if share.rank == 0:
             found = [result for part, _ in parts for result in part]
-            metrics = [coco_scores(data, found, [i for _, ids in parts for i in ids]).metrics()]
+            ids = [i for _, part in parts for i in part]
+            metrics = [coco_scores(data, found, ids, masks=self.data.has_masks).metrics()]
         distributed.broadcast_object_list(metrics)
         return metrics[0]
 
@@ -190,7 +224,7 @@ class EvalResult(NamedTuple):
 
 
 def evaluate_detector(
-    model: nn.Module,
+    model: SimaRCNN,
     classes: Sequence[str],
     path: str | Path,
     split: str = "val",
@@ -199,16 +233,17 @@ def evaluate_detector(
     workers: int = 4,
     device: str = "cpu",
     say: Callable[[str], None] = print,
-    on_step: Callable[[int, int], None] = lambda done, total: None,
+    counter: Callable[[str], Callable[[int, int], None]] = lambda what: lambda done, total: None,
 ) -> EvalResult:
-    """AP of a detector that was trained on these classes, on a split of a folder in COCO's format."""
-    data = open_coco(path, split, say)
+    """AP of a detector that was trained on these classes, on a split of a folder; see `open_split`."""
+    data = open_split(path, split, say, counter, masks=model.has_masks)
     check_same_names("the model", classes, data.file, data.classes)
     where = torch.device(device)
+    on_step = counter(f"{split} of {path}")
     results, seen = predict_results(
         model.to(where), data, batch=batch, workers=workers, device=where, say=say, on_step=on_step
     )
-    return EvalResult(coco_scores(data, results, seen), results)
+    return EvalResult(coco_scores(data, results, seen, masks=model.has_masks), results)
 
 
 def train_detector(

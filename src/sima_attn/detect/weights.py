@@ -9,15 +9,17 @@ from typing import Any, NamedTuple
 import timm
 from torch import nn
 
-from sima_attn.detect.mask_rcnn import SimaMaskRCNN, build_mask_rcnn
+from sima_attn.detect.rcnn import SimaRCNN, build_rcnn
 from sima_attn.detect.recipes import DetectRecipe
 from sima_attn.models.building import check_size
-from sima_attn.models.loading import class_names_in
+from sima_attn.models.loading import class_names_in, is_detector
 from sima_attn.models.weight_files import check_fits, read_state_dict, read_weights, weights_of_run
 from sima_attn.train.recipe_files import recipe_from_file, without_sources
 
 
-def build_detector(recipe: DetectRecipe, num_classes: int, *, start: bool = False, **kwargs: Any) -> SimaMaskRCNN:
+def build_detector(
+    recipe: DetectRecipe, num_classes: int, *, masks: bool, start: bool = False, **kwargs: Any
+) -> SimaRCNN:
     """The detector of a recipe; with `start`, its backbone has the weights that training starts from."""
     model = recipe.model
     settings = {**model.kwargs, **kwargs}
@@ -25,9 +27,10 @@ def build_detector(recipe: DetectRecipe, num_classes: int, *, start: bool = Fals
         settings.pop("pretrained", None)
     elif model.weights:
         settings["prepare"] = partial(load_backbone, what=model.weights)
-    return build_mask_rcnn(
+    return build_rcnn(
         model.name,
         num_classes,
+        masks=masks,
         blocks=model.blocks,
         drop_path=model.drop_path,
         norm_maps=model.norm_maps,
@@ -41,6 +44,8 @@ def build_detector(recipe: DetectRecipe, num_classes: int, *, start: bool = Fals
 
 def load_backbone(model: nn.Module, what: str | Path) -> None:
     """Load a classifier's weights, its head left out: a run's folder, its weights, a checkpoint, or a state dict."""
+    if is_detector(what):
+        raise ValueError(f"{what} is a detector, and a backbone starts from the weights of a classifier")
     path = Path(what)
     path = weights_of_run(path) if path.is_dir() else path
     state, wanted = (
@@ -55,7 +60,7 @@ def load_backbone(model: nn.Module, what: str | Path) -> None:
 class LoadedDetector(NamedTuple):
     """A trained detector, in evaluation, the names of its classes, and the recipe of its run."""
 
-    model: SimaMaskRCNN
+    model: SimaRCNN
     classes: list[str]
     recipe: DetectRecipe
 
@@ -65,17 +70,24 @@ def load_detector(what: str | Path, **kwargs: Any) -> LoadedDetector:
 
     Args:
         what: A folder stands for its weights, or its newest checkpoint while it runs.
-        kwargs: Arguments of `build_mask_rcnn`: score_threshold, detections.
+        kwargs: Arguments of `build_rcnn`: score_threshold, detections.
     """
     path = Path(what)
     path = weights_of_run(path) if path.is_dir() else path
     about, weights = read_weights(path)
+    if about.get("task") == "dino":
+        raise ValueError(f"{what} has features and no detector: use `sima knn` or `sima linear`")
+    if "recipe" in about:
+        raise ValueError(f"{what} is a classifier: use `sima classify` or `sima eval`")
     if "detector" not in about:
         raise ValueError(f"{path} was not written by `sima detect train`: it holds no detector")
     recipe = without_sources(recipe_from_file(DetectRecipe, about["detector"], path))
     classes = class_names_in(about, path)
     check_size(partial(timm.create_model, recipe.model.name, **recipe.model.kwargs), weights, path)
-    model = build_detector(recipe, len(classes), **kwargs)
+    masks = about.get("masks", True)  # runs of earlier versions all have them
+    if not isinstance(masks, bool):
+        raise ValueError(f"{path} does not say whether its detector has masks: `masks` must be true or false")
+    model = build_detector(recipe, len(classes), masks=masks, **kwargs)
     check_fits(weights, model.state_dict(), f"the weights in {path} do not fit the model of its recipe")
     model.load_state_dict(weights)
     return LoadedDetector(model.eval(), classes, recipe)

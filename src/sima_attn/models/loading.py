@@ -31,6 +31,7 @@ from sima_attn.models.weight_files import (
     RECIPE,
     check_fits,
     not_ours,
+    read_about,
     read_recipe_values,
     read_state_dict,
     read_weights,
@@ -129,6 +130,15 @@ def load_model(
         model.reset_classifier(0)
     model.to(device).eval()
     return loaded
+
+
+def is_detector(what: str | Path | None) -> bool:
+    """Whether a run's folder or file holds a detector, which the package `detect` loads."""
+    path = Path(what or "")
+    if not what or not path.exists() or is_folder(path):
+        return False
+    file = weights_of_run(path) if path.is_dir() else path
+    return file.suffix in (".pt", ".safetensors") and "detector" in read_about(file)
 
 
 def load(what: str | Path, *, features: bool = False) -> nn.Module:

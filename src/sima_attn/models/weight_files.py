@@ -79,11 +79,15 @@ def not_ours(path: Path) -> ValueError:
 
 
 def read_about(path: Path) -> dict[str, Any]:
-    """The metadata that a run wrote into a .safetensors file; empty for a file of another origin."""
+    """The metadata that a run wrote into a .safetensors file or a checkpoint; empty for a file of another origin."""
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
         raise FileNotFoundError(f"there is no weight file {path}")
+    if path.suffix != ".safetensors":
+        state = load_checkpoint(path)
+        found: Any = state.get(ABOUT) if isinstance(state, dict) else None
+        return found if isinstance(found, dict) else {}
     try:
         with safe_open(path, "pt") as file:
             about = json.loads((file.metadata() or {}).get(ABOUT, "{}"))

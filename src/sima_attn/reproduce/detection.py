@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from sima_attn.detect.coco import CocoScores
+from sima_attn.detect.scores import CocoScores
 from sima_attn.report.tables import TextTable
 
 
@@ -29,13 +29,14 @@ TABLE_4 = (
 
 
 def table_4(name: str, params: int, scores: CocoScores) -> TextTable:
-    """The paper's rows, marked so, and one of ours."""
+    """The paper's rows, marked so, and one of ours; without masks, its mask AP is "-"."""
     header = ["model", "params", "box AP", "AP50", "AP75", "mask AP", "AP50", "AP75"]
     lines = [
         [f"{row.model} (paper)", f"{row.params:.1f}M", *(f"{x:.1f}" for x in (*row.box, *row.mask))] for row in TABLE_4
     ]
     ours = [f"{name} (here, {scores.images} images)", f"{params / 1e6:.1f}M"]
-    lines.append(ours + [shown(x) for x in (*scores.box[:3], *scores.mask[:3])])
+    mask = (math.nan,) * 3 if scores.mask is None else scores.mask[:3]
+    lines.append(ours + [shown(x) for x in (*scores.box[:3], *mask)])
     return TextTable(header, lines, bold={len(lines) - 1})
 
 
@@ -43,7 +44,7 @@ def size_table(scores: CocoScores) -> TextTable:
     """AP by the size of the objects: under 32^2, up to 96^2, and larger, in pixels."""
     lines = [
         [kind, *(shown(x) for x in (precision.small, precision.medium, precision.large))]
-        for kind, precision in (("box", scores.box), ("mask", scores.mask))
+        for kind, precision in scores.by_kind().items()
     ]
     return TextTable(["AP", "small", "medium", "large"], lines)
 

@@ -18,9 +18,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from sima_attn._version import __version__
+from sima_attn.detect.weights import LoadedDetector
 from sima_attn.explain.photo_model import PhotoModel
 from sima_attn.serve.analysis import Analysis, Analyzer, Effect, ModelFacts, Times
 from sima_attn.serve.connections import LoopErrors
+from sima_attn.serve.detection import add_detection
 from sima_attn.serve.in_browser import BrowserModel, InBrowser
 from sima_attn.serve.limits import Gate, Limits, Refusal
 from sima_attn.serve.photos import decode, find_samples, thumbnail
@@ -50,6 +52,11 @@ PAGE = {
     "/icon.svg": ("icon.svg", "image/svg+xml"),
     "/browser": ("browser.html", "text/html"),
     "/browser.js": ("browser.js", "text/javascript"),
+}
+DETECTOR_PAGE = {
+    "/": ("detect.html", "text/html"),
+    "/detect.js": ("detect.js", "text/javascript"),
+    **{route: PAGE[route] for route in ("/page.css", "/parts.js", "/icon.svg")},
 }
 MAY_COMPILE = {"/browser": {"Content-Security-Policy": POLICY.replace("'self'", "'self' 'wasm-unsafe-eval'", 1)}}
 PHOTO_BODY: dict[str, Any] = {
@@ -84,7 +91,7 @@ Number = Annotated[Digits, Query(ge=0, le=100_000)]
 
 
 def create_app(
-    photo_model: PhotoModel,
+    photo_model: PhotoModel | LoadedDetector,
     *,
     samples: Path | None = None,
     limits: Limits | None = None,
@@ -93,8 +100,7 @@ def create_app(
 ) -> FastAPI:
     """The application. `hosts` are the allowed names in the Host header, None for any (against DNS rebinding)."""
     limits = limits or Limits()
-    gate, analyzer, offered = Gate(limits), Analyzer(photo_model, limits), find_samples(samples)
-    Size = Annotated[Digits, Query(ge=1, le=4096, description="Pixels.", json_schema_extra={"enum": analyzer.sizes})]
+    gate, offered = Gate(limits), find_samples(samples)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -112,9 +118,7 @@ def create_app(
     )
     app.state.gate = gate
     _answer_errors(app, hosts)
-    _add_page(app)
     _add_samples(app, offered, limits, gate)
-    _add_browser(app, in_browser or InBrowser())
 
     async def on_photo(request: Request, analyse: Callable[[Any], Any]) -> Any:
         """Read the photo, then admit the request and analyse it.
@@ -132,6 +136,15 @@ def create_app(
     async def healthz() -> dict[str, str | int]:
         """Status, and the number of requests in progress."""
         return {"status": "ok", "inside": gate.inside}
+
+    if isinstance(photo_model, LoadedDetector):
+        _add_page(app, DETECTOR_PAGE)
+        add_detection(app, photo_model, on_photo, openapi_extra=PHOTO_BODY, responses=REFUSALS)
+        return app
+    _add_page(app, PAGE)
+    _add_browser(app, in_browser or InBrowser())
+    analyzer = Analyzer(photo_model, limits)
+    Size = Annotated[Digits, Query(ge=1, le=4096, description="Pixels.", json_schema_extra={"enum": analyzer.sizes})]
 
     @app.get("/api/model", responses={429: REFUSALS[429], 504: REFUSALS[504]})
     async def model() -> ModelFacts:
@@ -157,9 +170,9 @@ def create_app(
     return app
 
 
-def _add_page(app: FastAPI) -> None:
+def _add_page(app: FastAPI, page: Mapping[str, tuple[str, str]]) -> None:
     folder = files("sima_attn.serve").joinpath("page")
-    for route, (name, kind) in PAGE.items():
+    for route, (name, kind) in page.items():
         answer = partial(Response, folder.joinpath(name).read_bytes(), media_type=f"{kind}; charset=utf-8")
         app.add_route(route, lambda _request, answer=answer: answer(), methods=["GET"])  # type: ignore[misc]
 

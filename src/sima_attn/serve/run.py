@@ -10,6 +10,7 @@ from typing import Any
 
 import uvicorn
 
+from sima_attn.detect.weights import LoadedDetector
 from sima_attn.explain.photo_model import PhotoModel
 from sima_attn.serve.app import LOCAL, create_app
 from sima_attn.serve.connections import BoundedConnection
@@ -22,7 +23,7 @@ BACKLOG = 64
 
 
 def serve(
-    photo_model: PhotoModel,
+    photo_model: PhotoModel | LoadedDetector,
     *,
     host: str,
     port: int,

@@ -1,4 +1,4 @@
-"""torchvision's Mask R-CNN on the feature pyramid of a model of the zoo.
+"""torchvision's Mask R-CNN, or Faster R-CNN without masks, on the feature pyramid of a model of the zoo.
 
 The heads are torchvision's. The changes make the results independent of the padding of a batch: anchors are at exact
 strides and only on the image, and RoIAlign sees the border of the image.
@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from torchvision.models.detection import MaskRCNN
+from torchvision.models.detection import FasterRCNN
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.faster_rcnn import FastRCNNPredictor
 from torchvision.models.detection.image_list import ImageList
-from torchvision.models.detection.mask_rcnn import MaskRCNNPredictor
+from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
 from torchvision.models.detection.rpn import RegionProposalNetwork, RPNHead
 from torchvision.ops import MultiScaleRoIAlign
 from torchvision.ops.poolers import initLevelMapper
@@ -118,8 +118,8 @@ def _with_edge(x: Tensor, grid: tuple[int, int]) -> Tensor:
     return x.index_select(1, rows).index_select(2, columns)  # its gradient needs no sort
 
 
-class SimaMaskRCNN(MaskRCNN):
-    """Mask R-CNN with K classes, labels 1 to K, on a feature pyramid.
+class SimaRCNN(FasterRCNN):
+    """Mask R-CNN, or Faster R-CNN without masks, with K classes, labels 1 to K, on a feature pyramid.
 
     Images are [3, height, width] in [0, 1], of any sizes. In evaluation they are resized to a shorter side of
     `min_size` and a longer side of at most `max_size`, and results are in pixels of the given image. In training they
@@ -131,6 +131,7 @@ class SimaMaskRCNN(MaskRCNN):
         backbone: Pyramid,
         num_classes: int,
         *,
+        masks: bool = True,
         proposals: int = 1000,
         freeze_statistics: bool = False,
         **kwargs: Any,
@@ -138,20 +139,22 @@ class SimaMaskRCNN(MaskRCNN):
         anchors = Anchors()
         head = RPNHead(backbone.out_channels, anchors.num_anchors_per_location()[0])
         box_predictor = FastRCNNPredictor(1024, num_classes + 1)  # 0 is the background
-        mask_predictor = MaskRCNNPredictor(256, 256, num_classes + 1)
-        for part in (head, box_predictor, mask_predictor):
-            part.register_forward_hook(_to_float32)
         super().__init__(
             backbone,
             rpn_anchor_generator=anchors,
             rpn_head=head,
             box_roi_pool=pool(7),
             box_predictor=box_predictor,
-            mask_roi_pool=pool(14),
-            mask_predictor=mask_predictor,
             _skip_resize=True,  # only in training
             **kwargs,
         )
+        for part in (head, box_predictor):
+            part.register_forward_hook(_to_float32)
+        if masks:  # as in torchvision's MaskRCNN
+            self.roi_heads.mask_roi_pool = pool(14)
+            self.roi_heads.mask_head = MaskRCNNHeads(backbone.out_channels, (256,) * 4, 1)
+            self.roi_heads.mask_predictor = MaskRCNNPredictor(256, 256, num_classes + 1)
+            self.roi_heads.mask_predictor.register_forward_hook(_to_float32)
         self.rpn = ProposalNetwork(
             anchors,
             head,
@@ -166,7 +169,12 @@ class SimaMaskRCNN(MaskRCNN):
         self.num_classes, self.freeze_statistics = num_classes, freeze_statistics
         self.train()
 
-    def train(self, mode: bool = True) -> SimaMaskRCNN:
+    @property
+    def has_masks(self) -> bool:
+        """Whether it is a Mask R-CNN; otherwise a Faster R-CNN."""
+        return self.roi_heads.has_mask()
+
+    def train(self, mode: bool = True) -> SimaRCNN:
         """Set training or evaluation mode; frozen BatchNorms stay in evaluation mode."""
         super().train(mode)
         if self.freeze_statistics:
@@ -178,11 +186,11 @@ class SimaMaskRCNN(MaskRCNN):
     def forward(self, images: list[Tensor], targets: list[Target] | None = None) -> Any:
         """Losses by name in training; boxes, labels, scores and masks [n, 1, height, width] per image in evaluation.
 
-        A target has boxes [n, 4], labels [n] from 1 to K and masks [n, height, width]; n may be 0.
+        A target has boxes [n, 4], labels [n] from 1 to K and, for a Mask R-CNN, masks [n, height, width]; n may be 0.
         """
         if self.training != (targets is not None):
             raise ValueError("pass targets in training mode and only there; see model.train() and model.eval()")
-        check_targets(targets or [], self.num_classes)
+        check_targets(targets or [], self.num_classes, self.has_masks)
         given = [tuple(image.shape[-2:]) for image in images]
         batch, targets = self.transform(images, targets)
         layout = BatchLayout.of(batch.image_sizes, tuple(batch.tensors.shape[-2:]))
@@ -203,15 +211,15 @@ class SimaMaskRCNN(MaskRCNN):
         return {f"backbone.maps.body.{name}" for name in self.backbone.maps.body.no_weight_decay()}
 
 
-def check_targets(targets: Sequence[Target], num_classes: int) -> None:
-    """Raise ValueError for targets with wrong shapes, empty boxes or unknown labels."""
+def check_targets(targets: Sequence[Target], num_classes: int, masks: bool) -> None:
+    """Raise ValueError for targets with wrong shapes, empty boxes, unknown labels, or without masks that are needed."""
     for target in targets:
-        boxes, labels, masks = target["boxes"], target["labels"], target["masks"]
-        if boxes.shape != (len(labels), 4) or masks.dim() != 3 or len(masks) != len(labels):
-            raise ValueError(
-                "a target needs boxes [n, 4], labels [n] and masks [n, height, width], got "
-                f"{tuple(boxes.shape)}, {tuple(labels.shape)} and {tuple(masks.shape)}"
-            )
+        given = {name: tuple(value.shape) for name, value in target.items()}
+        n = len(target["labels"])
+        has_masks = len(given.get("masks", ())) == 3 and given["masks"][0] == n
+        if given["boxes"] != (n, 4) or (masks and not has_masks):
+            needed = "boxes [n, 4], labels [n]" + " and masks [n, height, width]" * masks
+            raise ValueError(f"a target needs {needed}, got {given}")
     if not any(len(target["labels"]) for target in targets):
         return
     boxes, labels = (torch.cat([target[name] for target in targets]) for name in ("boxes", "labels"))
@@ -224,10 +232,11 @@ def check_targets(targets: Sequence[Target], num_classes: int) -> None:
         raise ValueError(f"labels must be from 1 to {num_classes}, got {low:.0f} to {high:.0f}")
 
 
-def build_mask_rcnn(
+def build_rcnn(
     name: str,
     num_classes: int = 80,
     *,
+    masks: bool = True,
     blocks: Sequence[int] | None = None,
     drop_path: float = 0.0,
     norm_maps: bool = False,
@@ -239,12 +248,13 @@ def build_mask_rcnn(
     proposals: int = 1000,
     prepare: Callable[[nn.Module], object] = lambda model: None,
     **kwargs: Any,
-) -> SimaMaskRCNN:
-    """Mask R-CNN on a DeiT, XCiT or CvT of the zoo.
+) -> SimaRCNN:
+    """Mask R-CNN, or Faster R-CNN without masks, on a DeiT, XCiT or CvT of the zoo.
 
     Args:
         name: Name of the model, e.g. "sima_xcit_small_12_p16_224" as in the paper.
         num_classes: Number of classes without the background.
+        masks: False builds a Faster R-CNN, which returns boxes only.
         blocks, drop_path, prepare, kwargs: See `block_maps`.
         norm_maps: Apply a LayerNorm to each map before the pyramid; see `Pyramid`.
         freeze_statistics: Keep the running statistics of the backbone's BatchNorms in training, where the statistics
@@ -254,9 +264,10 @@ def build_mask_rcnn(
         proposals: Maximum number of regions per image that the heads process.
     """
     maps = block_maps(name, blocks=blocks, drop_path=drop_path, prepare=prepare, **kwargs)
-    return SimaMaskRCNN(
+    return SimaRCNN(
         Pyramid(maps, norm_maps),
         num_classes,
+        masks=masks,
         proposals=proposals,
         freeze_statistics=freeze_statistics,
         min_size=side,

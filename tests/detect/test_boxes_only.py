@@ -1,0 +1,127 @@
+"""Annotations without masks train a Faster R-CNN: weights, resuming, evaluation, prediction and drawing."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from layouts import without_masks
+from PIL import Image
+from shapes import coco_folder, edit, small_recipe
+from typer.testing import CliRunner
+
+from sima_attn import cli
+from sima_attn.detect import pyramid
+from sima_attn.detect.augment import Augment
+from sima_attn.detect.predict import Detections, draw
+from sima_attn.detect.rcnn import build_rcnn
+from sima_attn.detect.task import evaluate_detector, train_detector
+from sima_attn.detect.weights import load_detector
+from sima_attn.train.logs import read_log
+
+pytest.importorskip("pycocotools")
+BOX_METRICS = ["box_ap", "box_ap50", "box_ap75"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def narrow_pyramid():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pyramid, "CHANNELS", 32)
+        yield
+
+
+@pytest.fixture(scope="module")
+def masks(tmp_path_factory):
+    return coco_folder(tmp_path_factory.mktemp("masks") / "data")
+
+
+@pytest.fixture(scope="module")
+def boxes(tmp_path_factory):
+    folder = coco_folder(tmp_path_factory.mktemp("boxes") / "data")
+    for split in ("train", "val"):
+        edit(folder, without_masks, split)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(boxes, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "boxes"
+    return folder, train_detector(small_recipe(boxes, run={"checkpoint_steps": 2}), folder, device="cpu", quiet=True)
+
+
+def sima(*arguments):
+    result = CliRunner().invoke(cli.app, [str(a) for a in arguments])
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.output
+
+
+def test_a_run_without_masks_has_box_losses_and_box_ap_alone(run):
+    folder, finished = run
+    assert list(finished.metrics) == BOX_METRICS
+    assert "loss_mask" not in read_log(folder / "train.csv")[0]
+    model = load_detector(folder).model
+    assert not model.has_masks
+    assert not any("mask" in name for name in model.state_dict())
+
+
+def test_a_run_without_masks_is_resumed(run, boxes, tmp_path):
+    recipe = small_recipe(boxes, epochs=2, run={"checkpoint_steps": 2})
+    once = train_detector(recipe, tmp_path / "run", device="cpu", quiet=True)
+    again = train_detector(recipe, tmp_path / "run", resume=True, device="cpu", quiet=True)
+    assert once.steps == again.steps
+    assert load_detector(next((tmp_path / "run" / "checkpoints").iterdir())).classes == ["square", "disc"]
+
+
+def test_masks_are_left_out_on_demand_and_missing_ones_are_an_error(masks, boxes, tmp_path):
+    small = ["--set", "schedule.epochs=1", "--set", "data.side=64", "--set", "data.longest=96", "--device", "cpu"]
+    small += ["--set", "augment.sides=64,64", "--set", "augment.longest=96", "--set", "model.proposals=8"]
+    small += ["--set", "data.workers=0", "--set", "run.batch=4", "--precision", "fp32", "--recipe", "coco_mini"]
+    said = sima("detect", "train", "--data", masks, "--no-masks", *small, "--out", tmp_path / "run")
+    assert "mask_ap" not in said
+    assert not load_detector(tmp_path / "run").model.has_masks
+    recipe = small_recipe(boxes, model={"masks": True})
+    with pytest.raises(ValueError, match=r"model\.masks=true needs masks.*has boxes only: omit it"):
+        train_detector(recipe, tmp_path / "none", device="cpu", quiet=True)
+
+
+def test_the_choice_is_said(boxes, tmp_path, capsys):
+    recipe = small_recipe(boxes, epochs=1)
+    train_detector(replace(recipe, run=replace(recipe.run, batch=4)), tmp_path / "run", device="cpu")
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert "instances_train.json has no masks: training a Faster R-CNN, which finds boxes only" in said
+
+
+def test_evaluation_and_prediction_have_boxes_alone(run, masks, boxes, tmp_path):
+    for data in (masks, boxes):  # masks in the data make no difference
+        output = sima("detect", "eval", run[0], "--data", data, "--workers", 0, "--device", "cpu", "--out", tmp_path)
+        assert "│ mask " not in output
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert all("segmentation" not in result for result in results)
+    out = tmp_path / "pictures"
+    sima("detect", "predict", boxes / "images", "--weights", run[0], "--out", out, "--threshold", 0, "--device", "cpu")
+    told = json.loads((out / "detections.json").read_text())
+    assert all(found.keys() == {"class", "score", "box"} for entry in told for found in entry["objects"])
+    assert any(entry["objects"] for entry in told)
+
+
+def test_a_mask_rcnn_is_evaluated_on_boxes_where_there_are_no_masks(boxes):
+    model = build_rcnn("sima_xcit_nano_12_p16_224", 2, side=64, longest=96, proposals=8, depth=1).eval()
+    found = evaluate_detector(model, ["square", "disc"], boxes, workers=0)
+    assert list(found.scores.metrics()) == BOX_METRICS
+    assert found.scores.mask is None
+
+
+def test_drawing_without_masks_leaves_the_inside_of_a_box():
+    found = Detections(torch.tensor([[50.0, 60, 120, 100]]), torch.tensor([1]), torch.tensor([0.9]), None)
+    picture = np.array(draw(Image.new("RGB", (200, 150)), found, ["square"]))
+    assert picture[60, 60].any()
+    assert not picture[70:90, 60:110].any()
+
+
+def test_augmentation_moves_boxes_without_masks():
+    target = {"boxes": torch.tensor([[20.0, 10, 50, 30]]), "labels": torch.tensor([1])}
+    augment = Augment(flip=1.0, crop=0.0, sides=(40, 40), longest=60)
+    _, moved = augment(torch.zeros(3, 40, 60, dtype=torch.uint8), target)
+    assert moved["boxes"].tolist() == [[10, 10, 40, 30]]
+    assert moved.keys() == {"boxes", "labels"}
