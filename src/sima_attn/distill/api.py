@@ -28,6 +28,7 @@ from sima_attn.train.run import RunFolder
 
 DEFAULT_ATTENTION = "sima_local"
 DEFAULT_STEPS = 1000
+CACHE_BYTES = 2**31  # decoded images of up to this size are kept on the device: decoding takes longer than learning
 
 
 def linearize(
@@ -170,7 +171,12 @@ def _recipe(
     return LinearizeRecipe(
         name="linearize",
         model=replace(settings, attention=attention, drop_path=0.0),
-        data=Data(images, workers=0 if images == "digits" else 4, **vars(preprocessing)),
+        data=Data(
+            images,
+            workers=0 if images == "digits" else 4,
+            cache=images != "digits" and 3 * count * preprocessing.size**2 <= CACHE_BYTES,
+            **vars(preprocessing),
+        ),
         # The student must follow the teacher on images as they are, so the crops are large.
         augment=Augment(crop="none", flip=0.0) if images == "digits" else Augment(scale=(0.35, 1.0)),
         transfer=transfer,

@@ -40,7 +40,7 @@ class Stages:
     attention_epochs: NonNegativeInt = 13
     network_epochs: NonNegativeInt = 13
     finetune_epochs: NonNegativeInt = 0
-    attention_lr: PositiveFloat = 0.02
+    attention_lr: PositiveFloat = 0.025
     network_lr: PositiveFloat = 0.005
     finetune_lr: PositiveFloat = 0.02
 
