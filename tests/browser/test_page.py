@@ -226,7 +226,7 @@ def test_an_unsure_answer_is_called_so(chromium):
     with serving(create_app(small, limits=LIMITS)) as served:
         open_page(chromium, served)
         give(chromium, photo())
-        until(chromium, lambda: shown(chromium, "status") == "unsure")
+        until(chromium, lambda: shown(chromium, "status") == "unsure: maybe none of its classes")
         assert shown(chromium, "unsure") == "Unsure: this may be none of the 5 classes that the model knows."
         assert len(chromium.find_elements(By.CSS_SELECTOR, "#guesses li")) == 5
         assert complaints(chromium) == []

@@ -99,7 +99,7 @@ class Times:
 
 
 class Prepared(NamedTuple):
-    """What is kept of a photo: the middle that is classified [1, 3, size, size], and the whole in small, for the maps."""
+    """What is kept of a photo: the middle square to classify [1, 3, size, size], and the whole in small for maps."""
 
     image: Tensor
     whole: Image

@@ -53,7 +53,7 @@ export function showClasses({ guesses, unsure }, known) {
 
 export function summary({ guesses, unsure }) {
   if (!guesses.length) return "";
-  return unsure ? "unsure" : `${guesses[0].name}, ${percent(guesses[0].probability)}`;
+  return unsure ? "unsure: maybe none of its classes" : `${guesses[0].name}, ${percent(guesses[0].probability)}`;
 }
 
 export function listClasses(names) {
