@@ -232,6 +232,16 @@ def test_an_unsure_answer_is_called_so(chromium):
         assert complaints(chromium) == []
 
 
+def test_a_result_without_maps_and_classes_is_the_photo(page, monkeypatch):
+    nothing = analysis.Analysis(32, 32, [], False, [])
+    monkeypatch.setattr(analysis.Analyzer, "analyse", lambda *_: nothing)
+    give(page, photo())
+    until(page, lambda: page.find_element(By.ID, "photo").is_displayed())
+    for name in ("map", "controls", "classes"):
+        assert not page.find_element(By.ID, name).is_displayed()
+    assert shown(page, "classified") == ""
+
+
 def test_the_words_are_those_of_the_device(page):
     assert shown(page, "drop") == "Drop, paste or choose a photo"
     set_window(page, NARROW)

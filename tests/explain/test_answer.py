@@ -61,7 +61,7 @@ def test_it_is_unsure_below_the_measured_probability_alone(subject):
 def test_an_unsure_answer_is_printed_as_one(capsys):
     print_answer("a [b].jpg", Answer([("[elk]", 0.4), ("cat", 0.2)], True))
     first, *lines = capsys.readouterr().out.splitlines()
-    assert first == "a [b].jpg  unsure: maybe none of the classes that it knows (--classes)"
+    assert first == "a [b].jpg  unsure: maybe none of the classes that it knows (--classes lists them)"
     assert lines[0].startswith("  [elk]   40.0 %")
     print_answer("a.jpg", Answer([("cat", 0.7)], False))
     assert capsys.readouterr().out.splitlines()[0] == "a.jpg"

@@ -58,7 +58,11 @@ def classify_command(
 
 def print_answer(title: str, answer: Answer) -> None:
     """Print the classes of a photo with bars."""
-    doubt = "  [yellow]unsure: maybe none of the classes that it knows (--classes)[/yellow]" if answer.unsure else ""
+    doubt = (
+        "  [yellow]unsure: maybe none of the classes that it knows (--classes lists them)[/yellow]"
+        if answer.unsure
+        else ""
+    )
     console.print(f"[bold]{escape(title)}[/bold]{doubt}")
     width = max(len(name) for name, _ in answer.classes)
     for name, likely in answer.classes:

@@ -65,7 +65,8 @@ class LoadedModel:
 
     def class_names(self) -> list[str]:
         """What to call all classes, in the order of the logits."""
-        return [self.class_name(k) for k in range(int(getattr(self.model, "num_classes", 0)))]
+        count = int(getattr(self.model, "num_classes", 0)) if self.classes is None else len(self.classes)
+        return [self.class_name(k) for k in range(count)]
 
 
 @cache

@@ -139,6 +139,7 @@ async function analyse(file) {
     say("analysing");
     await new Promise(requestAnimationFrame);  // paint first: the model blocks this page
     const given = input(rgb(bitmap));
+    bitmap.close();
     const start = performance.now();
     const answer = await session.run({ [session.inputNames[0]]: given });
     const milliseconds = performance.now() - start;

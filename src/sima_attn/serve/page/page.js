@@ -88,7 +88,7 @@ async function analyse(photo) {
   const asked = ++state.asked;
   say("analysing");
   try {
-    const facts = await model;
+    const facts = await model();
     const analysis = await post(photo, "api/analyse");
     const bitmap = await toBitmap(photo);
     if (asked !== state.asked) return;  // a newer photo was chosen in the meantime
@@ -232,9 +232,19 @@ $("measure").addEventListener("click", async () => {
   }
 });
 
+// The facts about the model; asked for again only after a failure.
+let asking = null;
+function model() {
+  asking ??= ask("api/model").catch((error) => {
+    asking = null;
+    throw error;
+  });
+  return asking;
+}
+
 async function showModel() {
   try {
-    const facts = await model;
+    const facts = await model();
     $("model").textContent = facts.name
       + (facts.trained ? "" : ": it has no trained weights, so its classes and maps are random");
     $("size").replaceChildren(...facts.sizes.map((size) => {
@@ -259,7 +269,6 @@ async function showModel() {
   }
 }
 
-const model = ask("api/model");
 draw();
 showModel();
 takePhotos(analyse);
