@@ -226,6 +226,7 @@ def tables_of_rows() -> list[tuple[str, str, str]]:
     from sima_attn.reproduce.miniature import ResultRow, SizeRow
     from sima_attn.reproduce.miniature_report import results_table, sizes_table
     from sima_attn.reproduce.table_1 import ModelRow, table_1
+    from unsure import UnsureRow, unsure_table
 
     def rows(name: str, kind: type) -> list:
         return read_rows(RESULTS / name, kind)
@@ -268,6 +269,7 @@ def tables_of_rows() -> list[tuple[str, str, str]]:
         ("docs/linearize.md", "linearize_real.csv", without(without(linearized, "target"), "target")),
         (notes, "linearize_real.csv", linearized),
         ("docs/miniature.md", "miniature.csv", results_table(rows("miniature.csv", ResultRow))),
+        ("docs/miniature.md", "unsure.csv", unsure_table(rows("unsure.csv", UnsureRow))),
         ("docs/miniature.md", "miniature_sizes.csv", sizes_table(rows("miniature_sizes.csv", SizeRow))),
         ("docs/self-supervised.md", "dino.csv", dino_table(rows("dino.csv", DinoResultRow))),
         ("docs/self-supervised.md", "dino_curves.csv", dino_curve_table(rows("dino_curves.csv", DinoCurveRow), 40)),

@@ -7,7 +7,7 @@ from PIL import Image
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
-WIDE, NARROW = (1280, 900), (390, 844)
+WIDE, NARROW = (1280, 720), (390, 844)
 # What a hand or the clipboard would do: a File made in the page, in an event of the browser.
 GIVE = """
 const [encoded, type, kind] = arguments;
@@ -40,6 +40,13 @@ def until(driver, met, seconds=30):
 
 def shown(driver, name):
     return driver.find_element(By.ID, name).text
+
+
+def in_window(driver, name):
+    """Whether all of an element is in the window, without scrolling."""
+    box, height = driver.find_element(By.ID, name).rect, driver.execute_script("return window.innerHeight")
+    scrolled = driver.execute_script("return window.scrollY")
+    return box["height"] > 0 and scrolled <= box["y"] and box["y"] + box["height"] <= scrolled + height
 
 
 def photo(size=(90, 60), kind="PNG"):

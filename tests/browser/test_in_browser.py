@@ -1,6 +1,7 @@
 """A model that Chromium runs by itself, against ONNX Runtime in Python on the same file and photo."""
 
 import io
+import re
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +18,13 @@ pytest.importorskip("onnxruntime")
 
 from driving import NARROW, WIDE, complaints, give, set_window, shown, until
 from selenium.webdriver.common.by import By
+from typer.testing import CliRunner
 
 from serving import serving
+from sima_attn import cli
 from sima_attn.data.images import read_image
 from sima_attn.data.loader import evaluation_transform
-from sima_attn.explain.photo_model import photo_model
+from sima_attn.explain.photo_model import load_photo_model, photo_model
 from sima_attn.export.onnx import export_onnx
 from sima_attn.export.quantize import quantize_onnx
 from sima_attn.export.runtimes import open_model
@@ -127,6 +130,50 @@ def test_the_browser_says_what_python_says_and_sends_no_photo(chromium, subject,
     assert complaints(chromium) == []
 
 
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory):
+    """The model of the package and its ONNX file, as a user makes it."""
+    file = tmp_path_factory.mktemp("shipped") / "mini.onnx"
+    done = CliRunner().invoke(cli.app, ["export", NAME, "--pretrained", "--out", str(file)])
+    assert done.exit_code == 0, done.output
+    return load_photo_model(), file
+
+
+def kinds_of_photos():
+    """Name -> file: larger than any canvas needs to be, transparent, and a strip whose ends are cut."""
+    rng = np.random.default_rng(0)
+
+    def blobs(width, height):
+        return Image.fromarray(rng.integers(0, 256, (6, 6, 3), dtype=np.uint8)).resize((width, height))
+
+    clear = blobs(300, 200)
+    clear.putalpha(Image.linear_gradient("L").resize((300, 200)))
+    for name, image in {"large.png": blobs(4500, 1500), "clear.png": clear, "strip.png": blobs(2000, 40)}.items():
+        buffer = io.BytesIO()
+        image.save(buffer, "PNG")
+        yield name, buffer.getvalue()
+
+
+@needs_runtime
+def test_command_page_and_browser_give_one_answer(chromium, shipped, tmp_path):
+    subject, file = shipped
+    with serving(create_app(subject, in_browser=InBrowser(file, WEB))) as served:
+        for name, data in kinds_of_photos():
+            (tmp_path / name).write_bytes(data)
+            title, *lines = CliRunner().invoke(cli.app, ["classify", str(tmp_path / name)]).output.splitlines()
+            words = [re.fullmatch(r"  (.*?) +([\d.]+) %.*", line).groups() for line in lines]
+            names, percents = [word for word, _ in words], [float(percent) for _, percent in words]
+            for path in ("/", "/browser"):
+                chromium.get(served.address + path)
+                until(chromium, lambda: shown(chromium, "known"))
+                give(chromium, data)
+                until(chromium, lambda: chromium.find_elements(By.CSS_SELECTOR, "#guesses li"))
+                seen_names, seen = read(chromium)
+                assert 100 * np.array(seen) == pytest.approx(percents, abs=0.5), (name, path)
+                assert seen_names[0] == names[0]
+                assert shown(chromium, "status").startswith("unsure" if "unsure" in title else names[0])
+
+
 def from_a_turned_phone():
     """A bright top over a dark bottom, stored lying, with the orientation noted."""
     noise = np.random.default_rng(0).integers(0, 60, (160, 120, 3)).repeat(2, 0).repeat(2, 1)
@@ -168,9 +215,11 @@ def test_what_is_no_image_is_explained(chromium, subject, files):
     with serving(create_app(subject, in_browser=InBrowser(files["int8"], WEB))) as served:
         chromium.get(f"{served.address}/browser")
         until(chromium, lambda: "your photo does not leave it" in shown(chromium, "model"))
+        give(chromium, noisy((64, 64), (255, 0, 0)))
+        until(chromium, lambda: " ms" in shown(chromium, "status"))
         give(chromium, b"no image at all")
         until(chromium, lambda: "not an image that the browser can read" in shown(chromium, "status"))
-        assert not chromium.find_elements(By.CSS_SELECTOR, "#guesses li")
+        assert not chromium.find_element(By.ID, "result").is_displayed()
 
 
 @needs_runtime
@@ -195,4 +244,5 @@ def test_the_page_says_how_to_get_what_is_missing(chromium, subject, files, monk
             until(chromium, lambda: shown(chromium, "status"))
             assert message in shown(chromium, "status")
             assert "no model to run" in shown(chromium, "model")
+            assert "sima serve --onnx runs/mini.onnx" in shown(chromium, "missing")
     complaints(chromium)

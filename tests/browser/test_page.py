@@ -2,6 +2,7 @@
 
 import base64
 import io
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 pytest.importorskip("selenium")
 
-from driving import NARROW, WIDE, complaints, give, photo, set_window, shown, until
+from driving import NARROW, WIDE, complaints, give, in_window, photo, set_window, shown, until
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -28,7 +29,7 @@ from sima_attn.serve.limits import Limits
 VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 2, "num_classes": 5}
 CLASSES = ["ant", "bee", "cat", "dog", "elk"]
 LIMITS = Limits(bytes=2**20)
-PIXELS = "return document.getElementById('view').toDataURL('image/png').split(',')[1]"
+PIXELS = "return document.getElementById(arguments[0]).toDataURL('image/png').split(',')[1]"
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +65,9 @@ def drop_and_wait(driver, data=None):
     until(driver, lambda: driver.find_element(By.ID, "result").is_displayed() and "%" in shown(driver, "status"))
 
 
-def pixels(driver):
-    """What the canvas shows, in floats."""
-    image = Image.open(io.BytesIO(base64.b64decode(driver.execute_script(PIXELS)))).convert("RGB")
+def pixels(driver, canvas="view"):
+    """What a canvas shows, in floats."""
+    image = Image.open(io.BytesIO(base64.b64decode(driver.execute_script(PIXELS, canvas)))).convert("RGB")
     return np.asarray(image, np.float32)
 
 
@@ -167,11 +168,94 @@ def test_times_are_measured_at_the_chosen_size(page, monkeypatch):
     assert len(page.find_elements(By.CSS_SELECTOR, "#times progress")) == 2
 
 
-def test_the_model_is_described_before_any_photo(page):
+def test_the_model_and_its_classes_are_described_before_any_photo(page):
     facts = [one.text.split("\n") for one in page.find_elements(By.CSS_SELECTOR, "#facts > div")]
     assert ["exp() in attention", "0"] in facts
-    assert ["classes", "5"] in facts
+    assert ["unsure below", "not measured"] in facts
     assert "no trained weights" in shown(page, "model")
+    assert shown(page, "known") == "The 5 classes that it knows"
+    page.find_element(By.CSS_SELECTOR, "#known summary").click()
+    assert [one.text for one in page.find_elements(By.CSS_SELECTOR, "#known li")] == CLASSES
+
+
+@pytest.mark.parametrize("shape", [(90, 60), (60, 60), (50, 100)], ids=["wide", "square", "tall"])
+def test_photo_map_and_controls_are_in_one_window(page, shape):
+    drop_and_wait(page, photo(shape))
+    for name in ("photo", "view", "legend", "parts", "layer", "opacity", "download", "guesses", "measure"):
+        assert in_window(page, name), name
+    left, right = (page.find_element(By.ID, name).rect for name in ("photo", "view"))
+    assert (left["y"], left["width"], left["height"]) == (right["y"], right["width"], right["height"])
+    assert left["x"] + left["width"] < right["x"]
+
+
+def test_the_square_that_is_classified_is_the_bright_one(page):
+    drop_and_wait(page, photo((60, 60)))
+    assert shown(page, "classified") == ""  # all of it
+    Image.new("RGB", (200, 100), (240, 240, 240)).save(wide := io.BytesIO(), "PNG")
+    drop_and_wait(page, wide.getvalue())
+    assert shown(page, "classified") == "The bright square is classified."
+    image = pixels(page, "photo")
+    dark, bright = image[256, 200], image[256, 512]
+    assert dark == pytest.approx([120] * 3, abs=3)
+    assert bright == pytest.approx([240] * 3, abs=3)
+
+
+def test_the_map_is_downloaded(page, tmp_path):
+    page.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
+    page.find_element(By.CSS_SELECTOR, "#samples button[title=red]").click()
+    until(page, lambda: "%" in shown(page, "status"))
+    choose(page, "k")
+    page.find_element(By.ID, "download").click()
+    file = tmp_path / "red-keys-layer-3.png"
+    until(page, file.is_file)
+    assert np.array_equal(np.asarray(Image.open(file).convert("RGB"), np.float32), pixels(page))
+
+
+def test_a_tiff_is_shown_although_the_browser_cannot(page):
+    drop_and_wait(page, photo(kind="TIFF"))
+    slide(page, "opacity", 0)
+    expected = Image.open(io.BytesIO(photo())).convert("RGB").resize((1024, 683), Image.Resampling.BILINEAR)
+    assert np.abs(pixels(page) - np.asarray(expected, np.float32)).mean() < 3
+
+
+def test_an_unsure_answer_is_called_so(chromium):
+    torch.manual_seed(0)
+    model = timm.create_model("sima_deit_tiny_patch16_224", **VIT).eval()
+    small = replace(photo_model(model, name="small", classes=CLASSES, size=32), unsure_below=0.99)
+    set_window(chromium, WIDE)
+    with serving(create_app(small, limits=LIMITS)) as served:
+        open_page(chromium, served)
+        give(chromium, photo())
+        until(chromium, lambda: shown(chromium, "status") == "unsure: maybe none of its classes")
+        assert shown(chromium, "unsure") == "Unsure: this may be none of the 5 classes that the model knows."
+        assert len(chromium.find_elements(By.CSS_SELECTOR, "#guesses li")) == 5
+        assert complaints(chromium) == []
+
+
+def test_a_result_without_maps_and_classes_is_the_photo(page, monkeypatch):
+    nothing = analysis.Analysis(32, 32, [], False, [])
+    monkeypatch.setattr(analysis.Analyzer, "analyse", lambda *_: nothing)
+    give(page, photo())
+    until(page, lambda: page.find_element(By.ID, "photo").is_displayed())
+    for name in ("map", "controls", "classes"):
+        assert not page.find_element(By.ID, name).is_displayed()
+    assert shown(page, "classified") == ""
+
+
+def test_the_words_are_those_of_the_device(page):
+    assert shown(page, "drop") == "Drop, paste or choose a photo"
+    set_window(page, NARROW)
+    assert shown(page, "drop") == "Choose or take a photo"
+    assert "Click" not in page.find_element(By.TAG_NAME, "main").text
+
+
+def test_samples_stand_in_line(page):
+    until(page, lambda: len(page.find_elements(By.CSS_SELECTOR, "#samples button")) == 2)
+    for window in (WIDE, NARROW):
+        set_window(page, window)
+        first, second = (one.rect for one in page.find_elements(By.CSS_SELECTOR, "#samples button"))
+        assert first["x"] == page.find_element(By.ID, "drop").rect["x"]
+        assert (first["y"], first["width"], first["height"]) == (second["y"], second["width"], second["height"])
 
 
 @pytest.mark.parametrize(
@@ -185,9 +269,11 @@ def test_the_model_is_described_before_any_photo(page):
 )
 def test_a_refused_file_is_explained_and_the_page_goes_on(chromium, served, data, message):
     open_page(chromium, served)
+    drop_and_wait(chromium)
     give(chromium, data)
     until(chromium, lambda: "error" in chromium.find_element(By.ID, "status").get_attribute("class"))
     assert message in shown(chromium, "status")
+    assert not chromium.find_element(By.ID, "result").is_displayed()  # that of the photo before
     drop_and_wait(chromium)
     assert "error" not in chromium.find_element(By.ID, "status").get_attribute("class")
     assert all("status of 4" in line for line in complaints(chromium))  # the refusals, which Chromium notes
@@ -217,7 +303,7 @@ def test_the_keyboard_alone_reaches_everything(page):
         ActionChains(page).send_keys(Keys.TAB).perform()
         now = page.switch_to.active_element
         reached.add(now.get_attribute("id") or now.get_attribute("name") or now.get_attribute("title"))
-    assert {"file", "red", "blue", "view", "part", "layer", "opacity", "size", "measure"} <= reached
+    assert {"file", "red", "blue", "view", "part", "layer", "opacity", "download", "size", "measure"} <= reached
 
 
 def test_nothing_is_asked_of_other_hosts(page, served):

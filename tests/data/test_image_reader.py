@@ -133,11 +133,11 @@ def test_everything_reads_the_same_upright_pixels(tmp_path, orientation):
 
 
 def test_evaluation_and_classify_agree_on_a_photo_of_a_turned_phone(tmp_path):
-    from sima_attn.cli.classify import top_classes
     from sima_attn.data.cache import Cache
     from sima_attn.data.loader import BrokenImages, evaluation_batches
     from sima_attn.data.settings import Data
     from sima_attn.data.sources import open_data
+    from sima_attn.explain.answer import classify
     from sima_attn.explain.photo_model import photo_model
 
     file = tmp_path / "val/cat/phone.jpg"
@@ -147,7 +147,7 @@ def test_evaluation_and_classify_agree_on_a_photo_of_a_turned_phone(tmp_path):
     model = timm.create_model("sima_deit_tiny_patch16_224", **sizes).eval()
     subject = photo_model(model, classes=["a", "b", "c"], size=16)
     model.pretrained_cfg = {**model.pretrained_cfg, "crop_pct": 1.0}
-    shown = dict(top_classes(subject, open_photo(file), 3))
+    shown = dict(classify(subject, open_photo(file), 3).classes)
     data, source = Data(str(tmp_path), size=16, workers=0), open_data(tmp_path, "val")
     ((images, _),) = evaluation_batches(source, data, 1, device=torch.device("cpu"), broken=BrokenImages(source))
     ((cached, _),) = Cache(source, data, torch.device("cpu"), broken=BrokenImages(source)).evaluation_batches(1)

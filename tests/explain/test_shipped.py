@@ -7,8 +7,8 @@ import pytest
 import torch
 from PIL import Image
 
-from sima_attn.cli.classify import top_classes
 from sima_attn.explain import deletion_test, heatmap, load_photo_model, open_photo
+from sima_attn.explain.answer import classify
 from sima_attn.explain.deletion import MODES, ORDERS, DeletionRow, validation_batches
 from sima_attn.explain.gallery import Gallery
 from sima_attn.models.loading import DEFAULT
@@ -51,7 +51,7 @@ def test_it_is_the_default_and_its_classes_have_words(subject):
 
 
 def test_the_cat_is_a_cat(subject, chelsea):
-    first, second = top_classes(subject, chelsea, 2)
+    first, second = classify(subject, chelsea, 2).classes
     assert {first[0], second[0]} <= CATS
     assert first[1] + second[1] > 0.5
 
@@ -67,7 +67,7 @@ def test_the_cat_is_a_cat(subject, chelsea):
 )
 def test_photos_of_its_classes_are_known(subject, name, word):
     photo = open_photo(shared(f"photos/{name}.JPEG"))
-    assert top_classes(subject, photo, 1)[0][0] == word
+    assert classify(subject, photo, 1).classes[0][0] == word
 
 
 @pytest.mark.parametrize("of", ["q", "k"])

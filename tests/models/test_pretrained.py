@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 
 from sima_attn import assert_exp_free, cli
 from sima_attn._settings import to_dict
-from sima_attn.cli.classify import top_classes
 from sima_attn.data import loader
 from sima_attn.data.loader import evaluation_transform
 from sima_attn.data.settings import Augment, Data
 from sima_attn.data.sources import open_data
+from sima_attn.explain.answer import classify
 from sima_attn.models import pretrained
 from sima_attn.models.building import build_model
 from sima_attn.models.loading import load_model
@@ -307,7 +307,7 @@ def test_classify_prepares_photos_as_the_run_does(run, weights, tmp_path):
     data = {"crop_ratio": 0.5, "interpolation": "bilinear"}
     recipe = untrained_run(tmp_path / "run", run[1], data=data)
     photo = noise(1, size=(160, 128))
-    found = dict(top_classes(load_model(tmp_path / "run"), photo, 3))
+    found = dict(classify(load_model(tmp_path / "run"), photo, 3).classes)
     model = load_model(tmp_path / "run").model.eval()
     with torch.no_grad():
         likely = model(evaluation_transform(recipe.data.preprocessing)(photo)[None])[0].softmax(0)

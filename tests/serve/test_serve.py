@@ -12,6 +12,7 @@ import sys
 import threading
 import urllib.request
 import zlib
+from dataclasses import replace
 
 import pytest
 import timm
@@ -25,6 +26,7 @@ pytest.importorskip("httpx")
 from fastapi.testclient import TestClient
 
 from sima_attn.data.images import ENDINGS, open_photo
+from sima_attn.explain.answer import classify
 from sima_attn.explain.photo_model import photo_model
 from sima_attn.nn import SimAttention
 from sima_attn.serve import analysis
@@ -50,7 +52,9 @@ def small_subject(name="sima_deit_tiny_patch16_224", **options):
 def client(tmp_path_factory):
     samples = tmp_path_factory.mktemp("samples")
     Image.new("RGB", (60, 40), (200, 20, 20)).save(samples / "red.png")
-    with TestClient(create_app(small_subject(), samples=samples, limits=LIMITS), base_url="http://127.0.0.1") as client:
+    subject = small_subject()
+    with TestClient(create_app(subject, samples=samples, limits=LIMITS), base_url="http://127.0.0.1") as client:
+        client.model = subject.model
         yield client
 
 
@@ -114,7 +118,8 @@ def test_times_and_facts(client, monkeypatch):
     assert refused.status_code == 422
     assert "32, 64, 96, 128, 192, 224, 256, 384, got 100" in refused.json()["detail"]
     facts = client.get("/api/model").json()
-    assert (facts["name"], facts["trained"], facts["layers"], facts["classes"]) == ("small", False, 3, 5)
+    assert (facts["name"], facts["trained"], facts["layers"], facts["classes"]) == ("small", False, 3, CLASSES)
+    assert facts["unsure_below"] is None
     assert facts["exps_in_attention"] == 0
     assert facts["exps_elsewhere"] > 0
     assert facts["params"] == sum(p.numel() for p in small_subject().model.parameters())
@@ -170,7 +175,7 @@ HOSTILE = {
     "a smaller bomb": (bomb(2_000), 413),
     "too many bytes": (b"\0" * 200_001, 413),
     "too many scans": (many_scans(LIMITS.scans + 1), 413),
-    "a format left out": (photo(kind="TIFF"), 415),
+    "a format left out": (photo(kind="ICO"), 415),
 }
 
 
@@ -202,6 +207,8 @@ KINDS = [
     ("CMYK", "JPEG", (64, 64)),
     ("RGB", "WEBP", (1, 1)),
     ("RGB", "PNG", (1900, 19)),
+    ("RGB", "TIFF", (30, 20)),
+    ("RGB", "AVIF", (30, 20)),
 ]
 
 
@@ -210,10 +217,51 @@ def test_every_kind_of_photo_is_read(client, mode, kind, size):
     assert client.post("/api/analyse", content=photo(size, kind, mode)).status_code == 200
 
 
-def test_a_photo_is_turned_the_way_up_that_the_camera_noted():
+def turned(kind="JPEG", **options):
+    """A photo of a turned phone."""
     exif = Image.Exif()
     exif[0x0112] = 6
-    assert decode(photo((60, 40), "JPEG", exif=exif), LIMITS).size == (40, 60)
+    return photo((600, 400), kind, exif=exif, **options)
+
+
+SAME = {
+    "large": lambda: photo((1500, 1200), "JPEG", progressive=True),
+    "strip": lambda: photo((1900, 19)),
+    "transparent": lambda: photo((50, 20), mode="LA"),
+    "turned": turned,
+    "tall TIFF": lambda: photo((40, 300), "TIFF"),
+}
+
+
+@pytest.mark.parametrize("kind", SAME)
+def test_the_page_answers_what_the_command_answers(client, kind, tmp_path):
+    (tmp_path / "photo").write_bytes(SAME[kind]())
+    subject = small_subject()
+    subject.model.load_state_dict(client.model.state_dict())
+    expected = classify(subject, open_photo(tmp_path / "photo"))
+    for query in ("", "?size=64"):  # the size is that of the maps
+        answer = client.post(f"/api/analyse{query}", content=SAME[kind]()).json()
+        assert [guess["name"] for guess in answer["guesses"]] == [name for name, _ in expected.classes]
+        seen = [guess["probability"] for guess in answer["guesses"]]
+        assert seen == pytest.approx([probability for _, probability in expected.classes], abs=1e-5)
+
+
+def test_the_page_is_unsure_where_the_command_is():
+    for below, unsure in ((None, False), (0.0, False), (0.999, True)):
+        client = TestClient(create_app(replace(small_subject(), unsure_below=below), hosts=None))
+        assert client.post("/api/analyse", content=photo()).json()["unsure"] is unsure
+        assert client.get("/api/model").json()["unsure_below"] == below
+
+
+def test_a_photo_that_a_browser_cannot_show_comes_back_as_jpeg(client):
+    answer = client.post("/api/picture", content=photo((1900, 190), "TIFF", compression="tiff_lzw"))
+    assert answer.headers["content-type"] == "image/jpeg"
+    assert Image.open(io.BytesIO(answer.content)).size == (1024, 102)
+    assert client.post("/api/picture", content=b"no photo").status_code == 415
+
+
+def test_a_photo_is_turned_the_way_up_that_the_camera_noted():
+    assert decode(turned(), LIMITS).size == (400, 600)
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA"])
@@ -353,6 +401,7 @@ FOREIGN = {
     "no deviation": (prepared(std=[0.2, 0.2, 0]), "std must be above 0"),
     "another filter": (prepared(interpolation="../x"), "interpolation must be bicubic or bilinear"),
     "labels in a table": ({"labels": '{"a": 1}'}, "labels of an ONNX file must be a list of names"),
+    "half a threshold": ({"unsure_below": "half"}, "unsure_below of an ONNX file must be a probability"),
     "labels in numbers": ({"labels": "[1, 2, 3]"}, "labels of an ONNX file must be a list of names"),
 }
 

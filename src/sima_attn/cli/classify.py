@@ -16,9 +16,7 @@ from sima_attn.cli._shared import console, teller
 from sima_attn.data.images import find_photos, open_photos
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-
-    from sima_attn.models.loading import LoadedModel
+    from sima_attn.explain.answer import Answer
     from sima_attn.train.recipes import Recipe
 
 app = typer.Typer()
@@ -28,44 +26,46 @@ RESEARCH = "Trained on images from ImageNet: for non-commercial research and edu
 
 @app.command("classify")
 def classify_command(
-    photos: Annotated[list[str], Argument(metavar="PHOTO...", help="Photos, folders of them, or patterns.")],
+    photos: Annotated[
+        list[str] | None, Argument(metavar="PHOTO...", help="Photos, folders of them, or patterns.")
+    ] = None,
     model: option.Model = None,
     top: Annotated[int, Option(help="Number of classes to show.", min=1)] = 5,
+    classes: Annotated[bool, Option("--classes", help="List the classes that the model knows, and exit.")] = False,
     device: option.Device = "cpu",
 ) -> None:
     """Classify photos: the most likely classes of each. Photos that cannot be read are reported and skipped."""
+    if bool(photos) == classes:
+        raise ValueError("give photos to classify, or --classes alone to list the classes that the model knows")
     device = resolve_device(device)
-    files = find_photos(photos)
+    files = find_photos(photos or [])
     from sima_attn.models.loading import load_model
 
     loaded = load_model(model, device=device)
+    if classes:
+        for name in loaded.class_names():
+            console.print(name, markup=False)
+        return
     if not loaded.trained:
         raise ValueError(
             f"{loaded.name} has no trained weights: train a model with `sima train` and give its folder with --model"
         )
+    from sima_attn.explain.answer import classify
+
     for path, photo in open_photos(files, say=teller()):
-        print_classes(path.name, top_classes(loaded, photo, top))
+        print_answer(path.name, classify(loaded, photo, top))
 
 
-def top_classes(loaded: LoadedModel, photo: Image, count: int) -> list[tuple[str, float]]:
-    """The most likely classes of a photo and how likely they are, prepared as in evaluation."""
-    import torch
-
-    from sima_attn.data.loader import evaluation_transform
-
-    transform = evaluation_transform(loaded.preprocessing)
-    with torch.no_grad():
-        image = transform(photo)[None].to(next(loaded.model.parameters()).device)  # [1, 3, size, size]
-        likely = loaded.model(image)[0].float().softmax(0)  # [K]
-    values, places = likely.topk(min(count, len(likely)))
-    return [(loaded.class_name(k), value) for k, value in zip(places.tolist(), values.tolist(), strict=True)]
-
-
-def print_classes(title: str, classes: list[tuple[str, float]]) -> None:
+def print_answer(title: str, answer: Answer) -> None:
     """Print the classes of a photo with bars."""
-    console.print(f"[bold]{escape(title)}[/bold]")
-    width = max(len(name) for name, _ in classes)
-    for name, likely in classes:
+    doubt = (
+        "  [yellow]unsure: maybe none of the classes that it knows (--classes lists them)[/yellow]"
+        if answer.unsure
+        else ""
+    )
+    console.print(f"[bold]{escape(title)}[/bold]{doubt}")
+    width = max(len(name) for name, _ in answer.classes)
+    for name, likely in answer.classes:
         bar = "█" * round(BAR * likely)
         console.print(f"  {escape(name):<{width}}  {100 * likely:5.1f} %  [green]{bar}[/green]")
 

@@ -68,7 +68,8 @@ def show_photos(out: Path) -> None:
 
     from PIL import Image
 
-    from sima_attn.cli.classify import print_classes, top_classes
+    from sima_attn.cli.classify import print_answer
+    from sima_attn.explain.answer import classify
     from sima_attn.explain.gallery import Gallery
     from sima_attn.explain.photo_model import load_photo_model
 
@@ -81,7 +82,7 @@ def show_photos(out: Path) -> None:
     console.print(f"Classifying two photos of scikit-image with {model.name}, the trained model in this package:")
     photos = {name: Image.fromarray(getattr(data, name)()) for name in PHOTOS}
     for name, photo in photos.items():
-        print_classes(f"{name} ({PHOTOS[name]})", top_classes(model, photo, 5))
+        print_answer(f"{name} ({PHOTOS[name]})", classify(model, photo))
     drawn = Gallery([model]).write_one(photos[DRAWN], DRAWN, out / "heatmap.png")
     console.print(f"Heat map of {DRAWN}: {drawn}")
 

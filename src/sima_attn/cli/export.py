@@ -58,6 +58,7 @@ def export_command(
             preprocessing=preprocess,
             prepare=prepare,
             labels=_read_labels(labels) if labels is not None else None,
+            unsure_below=loaded.unsure_below if prepare == loaded.preprocessing else None,  # measured at its own size
             check_images=_read_images(images, prepare, preprocess) if images is not None else None,
             fail_on_exp=fail_on_exp,
             name=loaded.name,

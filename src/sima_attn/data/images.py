@@ -13,11 +13,11 @@ from typing import IO, TYPE_CHECKING
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".gif", ".tif", ".tiff")
+ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".gif", ".tif", ".tiff", ".avif")
 MAX_PIXELS = 150_000_000  # 600 MB decoded: Pillow stores RGB in 4 bytes
 MAX_RATIO = 100  # longer side : shorter side; a file of 400 bytes can contain 300000 x 1 pixels
 MAX_RESIZED_RATIO = 10  # longer images are cropped to this ratio before they are resized
-READER_VERSION = 2  # part of the key of cached features; increase it when the same file gives different pixels
+READER_VERSION = 3  # part of the key of cached features; increase it when the same file gives different pixels
 
 
 def is_hidden(name: str) -> bool:
@@ -191,16 +191,21 @@ def unique_name(name: str, taken: list[str]) -> str:
 
 
 def to_rgb(image: Image) -> Image:
-    """Convert any image to 8-bit RGB; transparency is dropped.
+    """Convert any image to 8-bit RGB; what is transparent becomes white, as on the page of a browser.
 
     Images with 16-bit, integer or float pixels are scaled, where Pillow would clip them to white. Integers up to 255
     are taken as 8 bits and up to 65535 as 16 bits; floats up to 1 as fractions of white and up to 255 as 8 bits. Other
     values raise ValueError.
     """
+    from PIL.Image import fromarray, new
+
     if not image.mode.startswith("I;16") and image.mode not in ("I", "F"):
+        if image.has_transparency_data:
+            white = new("RGBA", image.size, "white")
+            white.alpha_composite(image.convert("RGBA"))
+            image = white
         return image.convert("RGB")
     import numpy as np
-    from PIL.Image import fromarray
 
     pixels = np.asarray(image)
     low, high = pixels.min(), pixels.max()

@@ -93,6 +93,7 @@ def export_onnx(
     preprocessing: bool = False,
     prepare: Preprocessing | None = None,
     labels: Sequence[str] | None = None,
+    unsure_below: float | None = None,
     check_images: Tensor | Sequence[np.ndarray] | None = None,
     fail_on_exp: bool = False,
     name: str | None = None,
@@ -111,6 +112,8 @@ def export_onnx(
             uint8 [height, width, 3].
         prepare: How photos become inputs. By default timm's configuration of the model, cropped to `input_size`.
         labels: Names of the classes, stored in the file. By default `class_names`.
+        unsure_below: Probability of the most likely class below which the page in the browser says "unsure", stored in
+            the file; None for never.
         check_images: Real images to compare on, in addition to random ones: inputs of the model
             [B, 3, height, width] or, with `preprocessing`, photos [height, width, 3] in uint8.
         fail_on_exp: Raise if the graph has any exp-like node.
@@ -153,6 +156,7 @@ def export_onnx(
     }
     facts |= {"preprocessing": prepare.to_json()} if prepare is not None else {}
     facts |= {"labels": json.dumps(list(labels))} if labels is not None else {}
+    facts |= {"unsure_below": str(unsure_below)} if unsure_below is not None else {}
     write_metadata(proto, facts)
 
     with atomic_write(path) as written:  # if a check raises, no file is left

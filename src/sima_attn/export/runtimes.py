@@ -4,6 +4,7 @@ This module does not import torch, so that the memory of a runtime can be measur
 """
 
 import json
+import re
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -115,6 +116,16 @@ def labels_in(metadata: Mapping[str, str]) -> list[str] | None:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"the labels of an ONNX file must be a list of names, got {metadata['labels'][:200]!r}")
     return names
+
+
+def unsure_below_in(metadata: Mapping[str, str]) -> float | None:
+    """The probability below which an answer is unsure, None if the file has none."""
+    if "unsure_below" not in metadata:
+        return None
+    text = metadata["unsure_below"]
+    if not re.fullmatch(r"0?\.\d{1,20}", text):
+        raise ValueError(f"unsure_below of an ONNX file must be a probability such as 0.5, got {text[:200]!r}")
+    return float(text)
 
 
 def _ours(metadata: Mapping[str, str]) -> dict[str, str]:

@@ -25,7 +25,7 @@ from sima_attn.models.building import (
 )
 from sima_attn.models.huggingface import TRANSFORMERS, is_folder, load_folder
 from sima_attn.models.preprocessing import Preprocessing
-from sima_attn.models.pretrained import shipped_models
+from sima_attn.models.pretrained import read_card, shipped_models, weights_file
 from sima_attn.models.settings import ModelSettings
 from sima_attn.models.weight_files import (
     RECIPE,
@@ -53,6 +53,8 @@ class LoadedModel:
         words: Class -> a word for it, where that is not its name.
         trained: False where the weights are random.
         about: The metadata of its run, such as the recipe; empty without one.
+        unsure_below: Where the most likely class is less probable, the photo may be of none of the classes; None where
+            that was not measured.
     """
 
     name: str
@@ -62,12 +64,18 @@ class LoadedModel:
     words: Mapping[str, str] = field(default_factory=dict)
     trained: bool = True
     about: Mapping[str, Any] = field(default_factory=dict)
+    unsure_below: float | None = None
 
     def class_name(self, k: int) -> str:
         """What to call a class: its word, its name, ImageNet's name where there are its thousand, or its number."""
         if self.classes is not None:
             return self.words.get(self.classes[k], self.classes[k])
         return _imagenet_names()[k] if getattr(self.model, "num_classes", 0) == 1000 else f"class {k}"
+
+    def class_names(self) -> list[str]:
+        """What to call all classes, in the order of the logits."""
+        count = int(getattr(self.model, "num_classes", 0)) if self.classes is None else len(self.classes)
+        return [self.class_name(k) for k in range(count)]
 
 
 @cache
@@ -189,7 +197,9 @@ def _from_name(name: str, file: str | Path | None, pretrained: bool | None) -> L
         model = timm.create_model(name, pretrained=pretrained)
     preprocessing: Any = Preprocessing.of_model(model)  # timm has a configuration of every model
     trained = file is not None or bool(pretrained)
-    return LoadedModel(name, model, preprocessing, *classes_of(model), trained=trained)
+    shipped = file is None and pretrained and name in shipped_models()
+    unsure_below = read_card(weights_file(name)).unsure_below if shipped else None
+    return LoadedModel(name, model, preprocessing, *classes_of(model), trained=trained, unsure_below=unsure_below)
 
 
 def classes_of(model: nn.Module) -> tuple[list[str] | None, dict[str, str]]:

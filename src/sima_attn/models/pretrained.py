@@ -34,6 +34,8 @@ class Card:
         epochs: Those that were made of the recipe's.
         top1, top5: Accuracy in percent on `images` val images, of the weights as stored.
         terms: What the weights may be used for.
+        unsure_below: Probability of the most likely class below which a photo may be of none of the classes; measured
+            by `benchmarks/unsure.py`.
     """
 
     classes: list[str]
@@ -47,6 +49,7 @@ class Card:
     images: int
     terms: str
     words: dict[str, str] = field(default_factory=dict)
+    unsure_below: float | None = None
 
     @property
     def preprocessing(self) -> Preprocessing:

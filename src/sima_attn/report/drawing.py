@@ -1,15 +1,17 @@
-"""Maps -> pictures: a map over its photo, and sheets of pictures with captions. Needs only Pillow."""
+"""Maps -> pictures: a map over its photo, and sheets of pictures with captions."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
+
+from sima_attn.report.captions import draw_text, shorten, text_width
 
 # Colours at equal steps. Heat: 0 to 1; effect: -1 (negative, blue) over 0 (white) to 1 (positive, red).
 HEAT = np.array([[20, 24, 110], [20, 110, 220], [60, 200, 170], [250, 220, 60], [230, 40, 30]], dtype=np.float32)
 EFFECT = np.array([[20, 60, 200], [245, 245, 245], [210, 30, 30]], dtype=np.float32)
-GAP, MARGIN, TEXT = 10, 16, 15
+GAP, MARGIN, TEXT, TITLE = 10, 16, 15, 20
 INK, PAPER, FRAME = (40, 40, 40), (255, 255, 255), (20, 20, 20)
 
 
@@ -61,28 +63,27 @@ def shrink(photo: Image.Image, longest: int) -> Image.Image:
 
 def sheet(rows: Sequence[Sequence[Tile]], title: str = "", cell: int = 240) -> Image.Image:
     """Rows of tiles with captions; pictures are scaled to square cells, rows have the height of their pictures."""
-    font, heading = ImageFont.load_default(TEXT), ImageFont.load_default(TEXT + 5)
     line = TEXT + 8
     fitted = [[Tile(_fit(tile.picture, cell), tile.caption) for tile in row] for row in rows]
     texts = [line * max(tile.caption.count("\n") + 1 for tile in row) for row in fitted]
     heights = [max(tile.picture.height for tile in row) for row in fitted]
     columns = max(map(len, fitted))
-    top = MARGIN + (TEXT + 5 + 2 * GAP if title else 0)
-    width = max(2 * MARGIN + columns * cell + (columns - 1) * GAP, 2 * MARGIN + round(heading.getlength(title)))
+    top = MARGIN + (TITLE + 2 * GAP if title else 0)
+    width = max(2 * MARGIN + columns * cell + (columns - 1) * GAP, 2 * MARGIN + round(text_width(title, TITLE)))
     height = top + sum(heights) + sum(texts) + (len(rows) - 1) * GAP + MARGIN
     page = Image.new("RGB", (width, height), PAPER)
     draw = ImageDraw.Draw(page)
     if title:
-        draw.text((MARGIN, MARGIN), title, fill=INK, font=heading)
+        draw_text(draw, (MARGIN, MARGIN), title, TITLE, INK)
     y = top
     for row, height, below in zip(fitted, heights, texts, strict=True):
         for column, (picture, caption) in enumerate(row):
             x = MARGIN + column * (cell + GAP)
             page.paste(picture, (x + (cell - picture.width) // 2, y + height - picture.height))
             for number, words in enumerate(caption.split("\n")):
-                text = _shorten(words, font, cell)
-                place = (x + (cell - font.getlength(text)) / 2, y + height + number * line + 3)
-                draw.text(place, text, fill=INK, font=font)
+                text = shorten(words, TEXT, cell)
+                place = (x + (cell - text_width(text, TEXT)) / 2, y + height + number * line + 3)
+                draw_text(draw, place, text, TEXT, INK)
         y += height + below + GAP
     return page
 
@@ -91,11 +92,3 @@ def _fit(picture: Image.Image, cell: int) -> Image.Image:
     scale = cell / max(picture.size)
     width, height = (max(1, round(side * scale)) for side in picture.size)
     return picture.resize((width, height), Image.Resampling.LANCZOS if scale < 1 else Image.Resampling.BICUBIC)
-
-
-def _shorten(text: str, font, width: int) -> str:
-    if font.getlength(text) <= width:
-        return text
-    while text and font.getlength(text + "...") > width:
-        text = text[:-1]
-    return text + "..."

@@ -6,7 +6,7 @@ Shapes: K classes; maps are lists of rows.
 import copy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from sima_attn.auditing import audit
 from sima_attn.conversion import convert
+from sima_attn.explain.answer import answer, prepare
 from sima_attn.explain.effects import effect_scores
 from sima_attn.explain.maps import unit_range
 from sima_attn.explain.photo_model import PhotoModel
@@ -23,6 +24,7 @@ from sima_attn.nn.attention import SimAttention
 from sima_attn.nn.local_values import LocalAttention
 from sima_attn.report.timing import time_interleaved
 from sima_attn.serve.limits import Limits, Refusal
+from sima_attn.serve.photos import shrink
 
 SIZES = (64, 96, 128, 192, 224, 256, 384, 512)
 TIMED_SECONDS = 1.0
@@ -36,13 +38,15 @@ class ModelFacts:
     trained: bool
     size: int
     sizes: list[int]
+    crop_ratio: float
     layers: int
     params: int
     macs: int | None
     exps_in_attention: int | None
     exps_elsewhere: int | None
     summary: str
-    classes: int
+    classes: list[str]
+    unsure_below: float | None
 
 
 @dataclass(frozen=True)
@@ -64,11 +68,12 @@ class LayerMaps:
 
 @dataclass(frozen=True)
 class Analysis:
-    """Classes and maps of a photo; height and width in pixels are those of the model's input."""
+    """Classes and maps of a photo; height and width in pixels are those at which the maps were made."""
 
     height: int
     width: int
     guesses: list[Guess]
+    unsure: bool
     layers: list[LayerMaps]
 
 
@@ -93,6 +98,13 @@ class Times:
     softmax_ms: float
 
 
+class Prepared(NamedTuple):
+    """What is kept of a photo: the middle square to classify [1, 3, size, size], and the whole in small for maps."""
+
+    image: Tensor
+    whole: Image
+
+
 class Analyzer:
     """The model behind the page. Its methods are not thread-safe."""
 
@@ -114,26 +126,28 @@ class Analyzer:
             trained=self.photo_model.trained,
             size=size,
             sizes=self.sizes,
+            crop_ratio=self.photo_model.preprocessing.crop_ratio,
             layers=self._layers,
             params=report.params,
             macs=report.macs,
             exps_in_attention=report.attention_exps,
             exps_elsewhere=report.other_exps,
             summary=report.summary(),
-            classes=int(getattr(model, "num_classes", 0)),
+            classes=self.photo_model.class_names(),
+            unsure_below=self.photo_model.unsure_below,
         )
 
-    def analyse(self, photo: Image, size: int | None = None) -> Analysis:
+    def prepare(self, photo: Image) -> Prepared:
+        """What `analyse` needs of a photo."""
+        return Prepared(prepare(self.photo_model, photo), shrink(photo))
+
+    def analyse(self, photo: Prepared, size: int | None = None) -> Analysis:
         """The five most probable classes, and the maps of all layers."""
-        reading, (height, width) = self._read(photo, size)
-        probabilities = reading.output[0].softmax(0)  # [K]
-        best = probabilities.topk(min(5, len(probabilities)))
-        guesses = [
-            Guess(self.photo_model.class_name(k), round(p, 5))
-            for p, k in zip(best.values.tolist(), best.indices.tolist(), strict=True)
-        ]
+        found = answer(self.photo_model, photo.image)
+        guesses = [Guess(name, round(probability, 5)) for name, probability in found.classes]
+        reading, (height, width) = self._read(photo.whole, size)
         layers = [LayerMaps(one.path, _map(one, "q"), _map(one, "k")) for one in reading.layers]
-        return Analysis(height, width, guesses, layers)
+        return Analysis(height, width, guesses, found.unsure, layers)
 
     def effect(self, photo: Image, layer: int, row: int, column: int, size: int | None = None) -> Effect:
         """Contribution of the other patches to one patch in a layer."""

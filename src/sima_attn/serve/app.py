@@ -13,6 +13,7 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse
+from PIL.Image import Image
 from pydantic import BeforeValidator
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -25,7 +26,7 @@ from sima_attn.serve.connections import LoopErrors
 from sima_attn.serve.detection import add_detection
 from sima_attn.serve.in_browser import BrowserModel, InBrowser
 from sima_attn.serve.limits import Gate, Limits, Refusal
-from sima_attn.serve.photos import decode, find_samples, thumbnail
+from sima_attn.serve.photos import decode, find_samples, shrink, to_jpeg
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 HOST = re.compile(r"(?:\[(?P<ipv6>[0-9a-f:.]+)\]|(?P<name>[a-z0-9._-]+))(?::(?P<port>[0-9]{1,5}))?")
@@ -120,17 +121,19 @@ def create_app(
     _answer_errors(app, hosts)
     _add_samples(app, offered, limits, gate)
 
-    async def on_photo(request: Request, analyse: Callable[[Any], Any]) -> Any:
-        """Read the photo, then admit the request and analyse it.
+    async def on_photo(
+        request: Request, prepare: Callable[[Image], Any], analyse: Callable[[Any], Any] | None = None
+    ) -> Any:
+        """Read the photo, then admit the request, prepare the photo and analyse what came of it.
 
         A request enters the queue after its upload, so that a slow upload does not block others. If the queue is full,
-        the client gets an error before it uploads.
+        the client gets an error before it uploads. Only what was prepared waits for the model: it is small.
         """
         gate.check_not_full()
         data = await _body(request, limits)
         with gate.admit():
-            photo = await gate.decode(partial(decode, data, limits))
-            return await gate.run(partial(analyse, photo))
+            prepared = await gate.decode(lambda: prepare(decode(data, limits)))
+            return prepared if analyse is None else await gate.run(partial(analyse, prepared))
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str | int]:
@@ -154,18 +157,32 @@ def create_app(
 
     @app.post("/api/analyse", openapi_extra=PHOTO_BODY, responses=REFUSALS)
     async def analyse(request: Request, size: Size | None = None) -> Analysis:
-        """The five most probable classes and the maps of all layers; the body is the photo file."""
-        return await on_photo(request, lambda photo: analyzer.analyse(photo, size))
+        """The five most probable classes and the maps of all layers; the body is the photo file.
+
+        `size` is that of the maps; the classes are always those at the size of the model, as in `sima classify`.
+        """
+        return await on_photo(request, analyzer.prepare, lambda photo: analyzer.analyse(photo, size))
+
+    @app.post(
+        "/api/picture",
+        openapi_extra=PHOTO_BODY,
+        response_class=Response,
+        responses={200: {"content": {"image/jpeg": {}}}, **REFUSALS},
+    )
+    async def picture(request: Request) -> Response:
+        """The photo as JPEG, for a format that the browser cannot show, such as TIFF; the body is the photo file."""
+        content = await on_photo(request, lambda photo: to_jpeg(shrink(photo)))
+        return Response(content, media_type="image/jpeg")
 
     @app.post("/api/effect", openapi_extra=PHOTO_BODY, responses=REFUSALS)
     async def effect(request: Request, layer: Number, row: Number, column: Number, size: Size | None = None) -> Effect:
         """Contribution of the other patches to one patch; the body is the photo file."""
-        return await on_photo(request, lambda photo: analyzer.effect(photo, layer, row, column, size))
+        return await on_photo(request, shrink, lambda photo: analyzer.effect(photo, layer, row, column, size))
 
     @app.post("/api/times", openapi_extra=PHOTO_BODY, responses=REFUSALS)
     async def times(request: Request, size: Size) -> Times:
         """Time of a forward pass with SimA and with softmax; the body is the photo file."""
-        return await on_photo(request, lambda photo: analyzer.times(photo, size))
+        return await on_photo(request, shrink, lambda photo: analyzer.times(photo, size))
 
     return app
 
@@ -197,7 +214,7 @@ def _add_samples(app: FastAPI, offered: Mapping[str, Path], limits: Limits, gate
         if name not in offered:
             raise Refusal(404, "unknown sample")
         with gate.admit():
-            content = await gate.decode(partial(thumbnail, offered[name], limits, side))
+            content = await gate.decode(lambda: to_jpeg(shrink(decode(offered[name].read_bytes(), limits), side)))
         return Response(content, media_type="image/jpeg")
 
 

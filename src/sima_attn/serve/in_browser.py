@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from sima_attn.export.runtimes import labels_in, open_model
+from sima_attn.export.runtimes import labels_in, open_model, unsure_below_in
 from sima_attn.models.preprocessing import Preprocessing
 from sima_attn.serve.limits import Refusal
 
@@ -34,6 +34,7 @@ class BrowserModel:
     prepares_itself: bool
     preprocessing: Preprocessing
     classes: list[str] | None
+    unsure_below: float | None
 
 
 class InBrowser:
@@ -71,7 +72,8 @@ def browser_model(path: Path) -> BrowserModel:
     if "preprocessing" not in metadata:
         raise ValueError(f"{path} does not say how its images are prepared: write it with `sima export`")
     try:
-        how, classes = Preprocessing.from_json(metadata["preprocessing"]), labels_in(metadata)
+        how = Preprocessing.from_json(metadata["preprocessing"])
+        classes, unsure_below = labels_in(metadata), unsure_below_in(metadata)
     except ValueError as error:
         raise ValueError(f"the metadata of {path} cannot be used: {error}; write it with `sima export`") from error
     return BrowserModel(
@@ -81,4 +83,5 @@ def browser_model(path: Path) -> BrowserModel:
         prepares_itself=metadata.get("preprocessing_inside") == "true",
         preprocessing=how,
         classes=classes,
+        unsure_below=unsure_below,
     )

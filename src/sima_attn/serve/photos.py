@@ -12,9 +12,8 @@ from PIL import Image, UnidentifiedImageError
 from sima_attn.data.images import ENDINGS, check_size, images_in, make_upright, to_rgb
 from sima_attn.serve.limits import Limits, Refusal
 
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
-SAMPLE_FORMATS = (*FORMATS, "TIFF", "PPM")  # formats of ENDINGS; samples are trusted files
-LONGEST = 1024  # pixels; larger than the input of any model
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "PPM")  # those of ENDINGS
+LONGEST = 1024  # pixels of a photo that is shown or mapped
 MAX_SAMPLES = 60
 JPEG_MARKER = re.compile(rb"\xff([^\x00\xd0-\xd7\xff])")  # in coded data FF 00 is a byte, FF D0 to FF D7 a restart
 END_OF_IMAGE, START_OF_SCAN, WITHOUT_LENGTH = 0xD9, 0xDA, (0x01, 0xD8)
@@ -27,8 +26,8 @@ SAMPLES = {  # files that come with scikit-image
 }
 
 
-def decode(data: bytes, limits: Limits, formats: tuple[str, ...] = FORMATS) -> Image.Image:
-    """The photo in these bytes: RGB, upright by its EXIF orientation, at most LONGEST pixels per side.
+def decode(data: bytes, limits: Limits) -> Image.Image:
+    """The photo in these bytes: RGB, upright by its EXIF orientation, with all its pixels, as the commands read it.
 
     The size is checked before any pixel is decoded.
     """
@@ -37,11 +36,11 @@ def decode(data: bytes, limits: Limits, formats: tuple[str, ...] = FORMATS) -> I
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our limit is lower
-            image = Image.open(io.BytesIO(data), formats=formats)
+            image = Image.open(io.BytesIO(data), formats=FORMATS)
     except Image.DecompressionBombError:
         raise Refusal(413, f"the photo has more than {limits.pixels / 1e6:.0f} million pixels") from None
     except UnidentifiedImageError:
-        raise Refusal(415, f"not a readable image; supported formats: {', '.join(formats)}") from None
+        raise Refusal(415, f"not a readable image; supported formats: {', '.join(FORMATS)}") from None
     except Exception:  # decoders raise many kinds of errors for a broken header
         raise Refusal(422, "the photo is broken: its header cannot be read") from None
     millions = image.width * image.height / 1e6
@@ -54,12 +53,22 @@ def decode(data: bytes, limits: Limits, formats: tuple[str, ...] = FORMATS) -> I
     except ValueError as error:
         raise Refusal(413, f"the photo cannot be used: {error}") from None
     try:
-        image.draft("RGB", (LONGEST, LONGEST))  # lets JPEG decode at a fraction of its size
-        upright = to_rgb(make_upright(image))
-        upright.thumbnail((LONGEST, LONGEST))
+        return to_rgb(make_upright(image))
     except Exception:  # as above, for the pixels
         raise Refusal(422, "the photo is broken: its pixels cannot be decoded") from None
-    return upright
+
+
+def shrink(photo: Image.Image, side: int = LONGEST) -> Image.Image:
+    """The photo with its longer side at most `side` pixels, in place."""
+    photo.thumbnail((side, side))
+    return photo
+
+
+def to_jpeg(photo: Image.Image) -> bytes:
+    """The photo as a JPEG file."""
+    buffer = io.BytesIO()
+    photo.save(buffer, "JPEG", quality=88)
+    return buffer.getvalue()
 
 
 def count_scans(data: bytes, most: int) -> int:
@@ -96,12 +105,3 @@ def find_samples(folder: Path | None) -> Mapping[str, Path]:
         return {}
     home = Path(spec.origin).parent / "data"
     return {name: home / file for name, file in SAMPLES.items() if (home / file).is_file()}
-
-
-def thumbnail(path: Path, limits: Limits, side: int = LONGEST) -> bytes:
-    """A sample as JPEG, its longer side at most `side` pixels."""
-    photo = decode(path.read_bytes(), limits, SAMPLE_FORMATS)
-    photo.thumbnail((side, side))
-    buffer = io.BytesIO()
-    photo.save(buffer, "JPEG", quality=88)
-    return buffer.getvalue()

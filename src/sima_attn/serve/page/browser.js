@@ -1,8 +1,11 @@
 // Runs the model in this browser with onnxruntime-web; the photo is not sent anywhere.
-import { $, ask, fit, percent, say, showFacts, showGuesses, takePhotos } from "./parts.js";
+import {
+  $, ask, listClasses, percent, say, showClasses, showFacts, showPhoto, showResult, summary, takePhotos,
+} from "./parts.js";
 
-const LONGEST = 4096;  // larger canvases fail on some machines
-const MAX_RATIO = 100;  // longer side / shorter side, as on the server: a longer photo would need too much memory when resized
+const TILE = 2048;  // pixels per side; large canvases fail on some devices
+// As in Python: sima_attn/data/images.py and serve/limits.py.
+const MAX_RATIO = 100, MAX_RESIZED_RATIO = 10, MAX_PIXELS = 50e6;
 const state = { ort: null, model: null, session: null, asked: 0 };
 
 // --- preprocessing ---------------------------------------------------------------------------------------------
@@ -68,33 +71,41 @@ function prepare(photo, { size, crop_ratio, interpolation, mean, std }) {
   return image;
 }
 
-// A file -> a canvas of its pixels, upright by its EXIF orientation, black where it is transparent: the server uses the
-// hidden colours of transparent pixels, which a canvas drops; mostly they are black.
+// A file -> its pixels, upright by its EXIF orientation.
 async function decode(file) {
   const bitmap = await createImageBitmap(file, { colorSpaceConversion: "none" }).catch(() => {
     throw new Error("this is not an image that the browser can read");
   });
-  const { width, height } = bitmap;
+  const { width, height } = bitmap, says = `the photo has ${width} x ${height} pixels`;
   if (Math.max(width, height) > MAX_RATIO * Math.min(width, height)) {
-    bitmap.close();
-    throw new Error(`the photo has ${width} x ${height} pixels; the longer side may be at most ${MAX_RATIO} times the shorter one: crop it`);
+    throw new Error(`${says}; the longer side may be at most ${MAX_RATIO} times the shorter one: crop it`);
   }
-  const scale = Math.min(1, LONGEST / Math.max(width, height));
-  const sides = [width, height].map((side) => Math.max(1, Math.round(side * scale)));
-  const canvas = new OffscreenCanvas(...sides);
-  const context = canvas.getContext("2d", { willReadFrequently: true });
-  context.fillStyle = "#000";
-  context.fillRect(0, 0, ...sides);
-  context.drawImage(bitmap, 0, 0, ...sides);
-  bitmap.close();
-  return canvas;
+  if (width * height > MAX_PIXELS) throw new Error(`${says}; at most ${MAX_PIXELS / 1e6} million are allowed`);
+  return bitmap;
 }
 
-function rgb(canvas) {
-  const { width, height } = canvas;
-  const rgba = canvas.getContext("2d").getImageData(0, 0, width, height).data;
+// A bitmap -> RGB bytes, white where it is transparent, and without the ends of a very long photo, as in Python.
+function rgb(bitmap) {
+  const longest = MAX_RESIZED_RATIO * Math.min(bitmap.width, bitmap.height);
+  const [left, top] = [bitmap.width, bitmap.height].map((side) => Math.floor(Math.max(0, side - longest) / 2));
+  const width = bitmap.width - 2 * left, height = bitmap.height - 2 * top;
   const data = new Uint8Array(3 * width * height);
-  for (let i = 0, j = 0; j < data.length; i += 4, j += 3) data.set(rgba.subarray(i, i + 3), j);
+  const tile = new OffscreenCanvas(Math.min(TILE, width), Math.min(TILE, height));
+  const context = tile.getContext("2d", { willReadFrequently: true });
+  context.fillStyle = "#fff";
+  for (let y = 0; y < height; y += TILE) {
+    for (let x = 0; x < width; x += TILE) {
+      const columns = Math.min(TILE, width - x), rows = Math.min(TILE, height - y);
+      context.fillRect(0, 0, columns, rows);
+      context.drawImage(bitmap, left + x, top + y, columns, rows, 0, 0, columns, rows);
+      const rgba = context.getImageData(0, 0, columns, rows).data;
+      for (let row = 0; row < rows; row++) {
+        for (let i = 4 * row * columns, j = 3 * ((y + row) * width + x); i < 4 * (row + 1) * columns; i += 4, j += 3) {
+          [data[j], data[j + 1], data[j + 2]] = [rgba[i], rgba[i + 1], rgba[i + 2]];
+        }
+      }
+    }
+  }
   return { data, width, height };
 }
 
@@ -119,27 +130,31 @@ async function analyse(file) {
   try {
     await ready;
     if (!state.session) return;  // the page says why
-    const canvas = await decode(file);
+    const bitmap = await decode(file);
     if (asked !== state.asked) return;  // another photo came in the meantime
-    fit($("view"), canvas);
-    $("view").getContext("2d").drawImage(canvas, 0, 0, $("view").width, $("view").height);
-    $("guesses").replaceChildren();
-    $("result").hidden = false;
+    const { session, model } = state;
+    showPhoto(bitmap, model.preprocessing.crop_ratio);
+    showClasses({ guesses: [], unsure: false });
+    showResult(true);
     say("analysing");
     await new Promise(requestAnimationFrame);  // paint first: the model blocks this page
-    const { session, model } = state;
-    const given = input(rgb(canvas));
+    const given = input(rgb(bitmap));
+    bitmap.close();
     const start = performance.now();
     const answer = await session.run({ [session.inputNames[0]]: given });
     const milliseconds = performance.now() - start;
     const guesses = softmax(answer[session.outputNames[0]].data)
       .map((probability, k) => ({ name: model.classes?.[k] ?? `class ${k}`, probability }))
-      .sort((a, b) => b.probability - a.probability).slice(0, 5);
+      .sort((a, b) => b.probability - a.probability);
     if (asked !== state.asked) return;
-    showGuesses(guesses);
-    say(`${guesses[0].name}, ${percent(guesses[0].probability)}, in ${milliseconds.toFixed(0)} ms`);
+    const unsure = model.unsure_below !== null && guesses[0].probability < model.unsure_below;
+    const found = { guesses: guesses.slice(0, 5), unsure };
+    showClasses(found, guesses.length);
+    say(`${summary(found)}, in ${milliseconds.toFixed(0)} ms`);
   } catch (error) {
-    if (asked === state.asked) say(error.message, true);
+    if (asked !== state.asked) return;
+    showResult(false);
+    say(error.message, true);
   }
 }
 
@@ -157,12 +172,15 @@ async function load() {
       ["weights", model.precision],
       ["file", `${(model.bytes / 2 ** 20).toFixed(1)} MiB`],
       ["photo prepared by", model.prepares_itself ? "the model" : "this page"],
-      ["classes", model.classes ? model.classes.length.toLocaleString("en") : "unnamed"],
+      ["unsure below", model.unsure_below === null ? "not measured" : percent(model.unsure_below)],
       ["onnxruntime-web", ort.env.versions.web],
     ]);
+    listClasses(model.classes ?? []);
   } catch (error) {
     $("model").textContent = "there is no model to run in this browser";
-    say(error.message, true);
+    $("pick").hidden = true;
+    $("missing").hidden = false;
+    say(error.message);
   }
 }
 

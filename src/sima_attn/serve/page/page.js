@@ -1,18 +1,21 @@
 // Analysis of a photo: classes, maps of all layers, contributions to one patch, time and cost.
-import { $, ask, bar, fit, percent, say, showFacts, showGuesses, takePhotos, text } from "./parts.js";
+import {
+  $, ask, bar, drawPhoto, fit, listClasses, percent, say, showClasses, showFacts, showPhoto, showResult, summary,
+  takePhotos, text,
+} from "./parts.js";
 
 // Colours at equal steps, as in the pictures of the command line and in the legend of page.css.
 const HEAT = [[20, 24, 110], [20, 110, 220], [60, 200, 170], [250, 220, 60], [230, 40, 30]];
 const EFFECT = [[20, 60, 200], [245, 245, 245], [210, 30, 30]];
 
 const view = $("view");
-const state = { photo: null, bitmap: null, analysis: null, effect: null, cursor: null, asked: 0 };
+const NOTHING = { photo: null, bitmap: null, analysis: null, effect: null, cursor: null };
+const state = { ...NOTHING, asked: 0 };
 
-function post(photo, path, values = {}) {
+function post(photo, path, values = {}, kind = "json") {
   const query = new URLSearchParams(values);
-  return ask(`${path}?${query}`, {
-    method: "POST", body: photo, headers: { "Content-Type": "application/octet-stream" },
-  });
+  const options = { method: "POST", body: photo, headers: { "Content-Type": "application/octet-stream" } };
+  return ask(`${path}?${query}`, options, kind);
 }
 
 // --- drawing ---------------------------------------------------------------------------------------------------
@@ -42,16 +45,10 @@ const maps = () => state.analysis.layers[layer()];
 function draw() {
   $("layer-shown").textContent = `${$("layer").value} of ${$("layer").max}`;
   $("opacity-shown").textContent = `${$("opacity").value} %`;
-  if (!state.analysis) return;
+  if (!state.analysis?.layers.length) return;
   const opacity = Number($("opacity").value) / 100;
-  const context = view.getContext("2d");
   const showsEffect = part() === "effect" && state.effect !== null;
-  context.imageSmoothingQuality = "high";
-  context.fillStyle = "#000";  // transparent pixels: the model sees their hidden colour, mostly black
-  context.fillRect(0, 0, view.width, view.height);
-  context.filter = showsEffect ? "grayscale(1)" : "none";
-  context.drawImage(state.bitmap, 0, 0, view.width, view.height);
-  context.filter = "none";
+  const context = drawPhoto(view, state.bitmap, showsEffect ? "grayscale(1)" : "none");
   const small = showsEffect
     ? paintGrid(state.effect.values, (v) => [...colour((v + 1) / 2, EFFECT), 255 * opacity * Math.sqrt(Math.abs(v))])
     : paintGrid(maps()[part() === "k" ? "k" : "q"], (v) => [...colour(v, HEAT), 255 * opacity]);
@@ -91,26 +88,45 @@ async function analyse(photo) {
   const asked = ++state.asked;
   say("analysing");
   try {
+    const facts = await model();
     const analysis = await post(photo, "api/analyse");
-    const bitmap = await createImageBitmap(photo).catch(() => {
-      throw new Error("this browser cannot show the photo");
-    });
+    const bitmap = await toBitmap(photo);
     if (asked !== state.asked) return;  // a newer photo was chosen in the meantime
-    Object.assign(state, { photo, bitmap, analysis, effect: null, cursor: null });
+    Object.assign(state, NOTHING, { photo, bitmap, analysis });
     fit(view, bitmap);
     $("layer").max = analysis.layers.length;
     $("layer").value = analysis.layers.length;
     choosePart("q", false);
     $("times").replaceChildren();
-    showGuesses(analysis.guesses);
-    $("result").hidden = false;
+    $("map").hidden = $("controls").hidden = !analysis.layers.length;
+    showPhoto(bitmap, analysis.guesses.length ? facts.crop_ratio : null);
+    showClasses(analysis, facts.classes.length);
+    showResult(true);
     draw();
-    const first = analysis.guesses[0];
-    say(first ? `${first.name}, ${percent(first.probability)}` : "");
+    say(summary(analysis));
   } catch (error) {
-    if (asked === state.asked) say(error.message, true);
+    if (asked !== state.asked) return;
+    Object.assign(state, NOTHING);
+    showResult(false);
+    say(error.message, true);
   }
 }
+
+// The server draws what the browser cannot show, such as TIFF.
+function toBitmap(photo) {
+  return createImageBitmap(photo).catch(async () => createImageBitmap(await post(photo, "api/picture", {}, "blob")));
+}
+
+$("download").addEventListener("click", () => {
+  view.toBlob((blob) => {
+    const link = document.createElement("a");
+    link.href = URL.createObjectURL(blob);
+    const stem = (state.photo.name ?? "photo").replace(/\.[^.]*$/, "");
+    link.download = `${stem}-${{ q: "queries", k: "keys", effect: "patch" }[part()]}-layer-${layer() + 1}.png`;
+    link.click();
+    URL.revokeObjectURL(link.href);
+  });
+});
 
 function choosePart(name, effectToo) {
   const effect = document.querySelector("input[name=part][value=effect]");
@@ -216,9 +232,19 @@ $("measure").addEventListener("click", async () => {
   }
 });
 
+// The facts about the model; asked for again only after a failure.
+let asking = null;
+function model() {
+  asking ??= ask("api/model").catch((error) => {
+    asking = null;
+    throw error;
+  });
+  return asking;
+}
+
 async function showModel() {
   try {
-    const facts = await ask("api/model");
+    const facts = await model();
     $("model").textContent = facts.name
       + (facts.trained ? "" : ": it has no trained weights, so its classes and maps are random");
     $("size").replaceChildren(...facts.sizes.map((size) => {
@@ -235,8 +261,9 @@ async function showModel() {
       ["multiply-adds", number(facts.macs)],
       ["exp() in attention", number(facts.exps_in_attention)],
       ["exp() elsewhere", number(facts.exps_elsewhere)],
-      ["classes", number(facts.classes)],
+      ["unsure below", facts.unsure_below === null ? "not measured" : percent(facts.unsure_below)],
     ]);
+    listClasses(facts.classes);
   } catch (error) {
     $("model").textContent = error.message;
   }

@@ -10,16 +10,17 @@ export function say(message, wrong = false) {
   $("status").classList.toggle("error", wrong);
 }
 
-export async function ask(path, options) {
+// An answer of the server: "json", or a "blob" where it is a picture.
+export async function ask(path, options, kind = "json") {
   let response;
   try {
     response = await fetch(path, options);
   } catch {
     throw new Error("the server does not answer");
   }
-  const answer = await response.json().catch(() => ({ detail: `the server answered ${response.status}` }));
-  if (!response.ok) throw new Error(answer.detail);
-  return answer;
+  if (response.ok) return response[kind]();
+  const refusal = await response.json().catch(() => ({ detail: `the server answered ${response.status}` }));
+  throw new Error(refusal.detail);
 }
 
 export function text(tag, content) {
@@ -37,12 +38,29 @@ export function bar(value, of, kind) {
   return progress;
 }
 
-export function showGuesses(guesses) {
+// The classes of a photo. `unsure`: it may be of none of the `known` classes.
+export function showClasses({ guesses, unsure }, known) {
+  $("classes").hidden = !guesses.length;
+  $("classes").classList.toggle("unsure", unsure);
+  $("unsure").hidden = !unsure;
+  $("unsure").textContent = `Unsure: this may be none of the ${known} classes that the model knows.`;
   $("guesses").replaceChildren(...guesses.map(({ name, probability }) => {
     const item = document.createElement("li");
     item.append(text("span", name), text("span", percent(probability)), bar(probability, 1));
     return item;
   }));
+}
+
+export function summary({ guesses, unsure }) {
+  if (!guesses.length) return "";
+  return unsure ? "unsure: maybe none of its classes" : `${guesses[0].name}, ${percent(guesses[0].probability)}`;
+}
+
+export function listClasses(names) {
+  const [title, list] = $("known").children;
+  title.textContent = `The ${names.length.toLocaleString("en")} classes that it knows`;
+  list.replaceChildren(...names.map((name) => text("li", name)));
+  $("known").hidden = !names.length;
 }
 
 export function showFacts(pairs) {
@@ -58,6 +76,39 @@ export function fit(canvas, { width, height }) {
   const scale = LONGER_SIDE / Math.max(width, height);
   canvas.width = Math.max(1, Math.round(width * scale));
   canvas.height = Math.max(1, Math.round(height * scale));
+}
+
+// Draw a photo, white where it is transparent, as the model sees it.
+export function drawPhoto(canvas, photo, filter = "none") {
+  const context = canvas.getContext("2d");
+  context.imageSmoothingQuality = "high";
+  context.fillStyle = "#fff";
+  context.fillRect(0, 0, canvas.width, canvas.height);
+  context.filter = filter;
+  context.drawImage(photo, 0, 0, canvas.width, canvas.height);
+  context.filter = "none";
+  return context;
+}
+
+// The photo, dimmed where the model does not look to classify it: it takes a square of the middle.
+export function showPhoto(photo, cropRatio) {
+  const canvas = $("photo");
+  fit(canvas, photo);
+  const context = drawPhoto(canvas, photo);
+  const { width, height } = canvas, side = Math.min(width, height) * (cropRatio ?? 1);
+  const cropped = cropRatio !== null && Math.max(width, height) > side + 1;
+  $("classified").textContent = cropped ? "The bright square is classified." : "";
+  if (!cropped) return;
+  const outside = new Path2D();
+  outside.rect(0, 0, width, height);
+  outside.rect((width - side) / 2, (height - side) / 2, side, side);
+  context.fillStyle = "rgb(0 0 0 / .5)";
+  context.fill(outside, "evenodd");
+}
+
+export function showResult(shown) {
+  $("result").hidden = !shown;
+  $("pick").classList.toggle("small", shown);
 }
 
 // --- photo input: chosen, pasted, dropped, or a sample ---------------------------------------------------------
@@ -101,7 +152,7 @@ async function offerSamples(analyse) {
       try {
         const response = await fetch(`api/samples/${encodeURIComponent(name)}`);
         if (!response.ok) throw new Error("cannot load the sample");
-        analyse(await response.blob());
+        analyse(new File([await response.blob()], name));
       } catch (error) {
         say(error.message, true);
       }
