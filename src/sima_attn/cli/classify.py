@@ -39,6 +39,7 @@ def classify_command(
     from sima_attn.models.loading import load_model
 
     loaded = load_model(model, device=device)
+    loaded.check_has_classes()
     if not loaded.trained:
         raise ValueError(
             f"{loaded.name} has no trained weights: train a model with `sima train` and give its folder with --model"

@@ -5,7 +5,7 @@ Shapes: K classes; maps are lists of rows.
 
 import copy
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -15,10 +15,12 @@ from torch import Tensor, nn
 
 from sima_attn.auditing import audit
 from sima_attn.conversion import convert
+from sima_attn.conversion.huggingface import AttentionCore
 from sima_attn.explain.effects import effect_scores
 from sima_attn.explain.maps import unit_range
 from sima_attn.explain.photo_model import PhotoModel
 from sima_attn.explain.reading import Layer, Reading, read_attention
+from sima_attn.models.huggingface import TimmInterface
 from sima_attn.nn.attention import SimAttention
 from sima_attn.nn.local_values import LocalAttention
 from sima_attn.report.timing import time_interleaved
@@ -124,16 +126,20 @@ class Analyzer:
         )
 
     def analyse(self, photo: Image, size: int | None = None) -> Analysis:
-        """The five most probable classes, and the maps of all layers."""
+        """The five most probable classes, none for a model of features, and the maps of all layers."""
         reading, (height, width) = self._read(photo, size)
-        probabilities = reading.output[0].softmax(0)  # [K]
-        best = probabilities.topk(min(5, len(probabilities)))
-        guesses = [
+        layers = [LayerMaps(one.path, _map(one, "q"), _map(one, "k")) for one in reading.layers]
+        return Analysis(height, width, self._guesses(reading.output[0]), layers)
+
+    def _guesses(self, logits: Tensor) -> list[Guess]:
+        """The most probable classes of logits [K]; none for features."""
+        if not self.photo_model.has_classes:
+            return []
+        best = logits.softmax(0).topk(min(5, len(logits)))
+        return [
             Guess(self.photo_model.class_name(k), round(p, 5))
             for p, k in zip(best.values.tolist(), best.indices.tolist(), strict=True)
         ]
-        layers = [LayerMaps(one.path, _map(one, "q"), _map(one, "k")) for one in reading.layers]
-        return Analysis(height, width, guesses, layers)
 
     def effect(self, photo: Image, layer: int, row: int, column: int, size: int | None = None) -> Effect:
         """Contribution of the other patches to one patch in a layer."""
@@ -183,7 +189,7 @@ class Analyzer:
             return model, softmax_twin(model)
         other = copy.deepcopy(model)
         try:
-            convert(other, "sima")
+            convert(other.used if isinstance(other, TimmInterface) else other, "sima")
         except ValueError:
             text = f"{self.photo_model.name} cannot be converted to SimA, so there is nothing to compare"
             raise Refusal(422, text) from None
@@ -199,11 +205,13 @@ class SoftmaxCore(nn.Module):
 
     def forward(self, *tokens: Any, **masks: Any) -> Tensor:
         """Tokens (CvT: and their grid) -> tokens [B, N, C]."""
-        q, k, v = self.attention.split(*tokens)
-        o = F.scaled_dot_product_attention(q, k, v, **masks)  # [B, H, N, D]
-        if isinstance(self.attention, LocalAttention):
-            o = o + self.attention.local(v)
-        return self.attention.join(o)
+        return self.attention.join(softmax_core(self.attention, *self.attention.split(*tokens), **masks))
+
+
+def softmax_core(attention: SimAttention, q: Tensor, k: Tensor, v: Tensor, **masks: Any) -> Tensor:
+    """q, k, v [B, H, N, D] -> o [B, H, N, D] by softmax, with the local branch of the attention, if it has one."""
+    o = F.scaled_dot_product_attention(q, k, v, **masks)
+    return o + attention.local(v) if isinstance(attention, LocalAttention) else o
 
 
 def softmax_twin(model: nn.Module) -> nn.Module:
@@ -211,7 +219,9 @@ def softmax_twin(model: nn.Module) -> nn.Module:
     twin = copy.deepcopy(model)
     for parent in list(twin.modules()):
         for name, child in parent.named_children():
-            if isinstance(child, SimAttention):
+            if isinstance(child, AttentionCore):  # of transformers, without projections
+                child.core = partial(softmax_core, child)  # type: ignore[assignment, arg-type]
+            elif isinstance(child, SimAttention):
                 setattr(parent, name, SoftmaxCore(child))
     return twin.eval()
 
