@@ -349,3 +349,26 @@ def test_a_timm_model_in_its_wrapper_takes_any_attention(attention, new):
     assert {one.new for one in report.converted} == {new}
     report.undo()
     assert torch.equal(outputs(model, pixel_values=image()), before)
+
+
+@pytest.mark.parametrize(("family", "count"), [("CLIP", 2), ("Siglip", 3)])
+def test_the_word_vision_converts_the_vision_model_and_needs_no_inputs(family, count, tmp_path):
+    model = build_clip(family)
+    with pytest.raises(ValueError, match=r'has a vision model and a text model.*where="vision".*A causal text model'):
+        convert(model)
+    report = convert(model, where="vision")
+    assert report.proven
+    assert len(report.converted) == count
+    assert all(one.path.startswith("vision_model.") for one in report.converted)
+    assert [one.path for one in report.skipped] == ["text_model.encoder.layers.0.self_attn"]
+    model.save_pretrained(tmp_path)
+    assert torch.equal(features(transformers.AutoModel.from_pretrained(tmp_path).eval()), features(model))
+    report.undo()
+    assert torch.equal(features(model), features(build_clip(family)))
+
+
+def test_the_word_vision_needs_a_vision_model():
+    with pytest.raises(ValueError, match='where="vision" is for models of transformers with a vision_model'):
+        convert(build(HONOURED, "vit"), where="vision", example_inputs=image())
+    with pytest.raises(TypeError, match="or 'vision', got 'text'"):
+        convert(build(HONOURED, "vit"), where="text")

@@ -6,6 +6,8 @@ import logging
 import pickle
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -357,3 +359,30 @@ def test_a_model_in_another_module_is_marked_too(tmp_path):
     convert(model, example_inputs=image(1))
     model[0].save_pretrained(tmp_path)
     assert len(converted_modules(transformers.AutoModel.from_pretrained(tmp_path))) == 2
+
+
+@pytest.mark.parametrize("name", ["vit_classifier", "dinov2"])
+def test_a_converted_model_is_pushed_to_the_hub(name, tmp_path, monkeypatch):
+    """Everything but the network: the files that would be uploaded are copied to a folder, which is loaded."""
+    import huggingface_hub
+    from transformers.utils import hub
+
+    def create_commit(self, repo_id, operations, **options):
+        for operation in operations:
+            target = tmp_path / repo_id / operation.path_in_repo
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(Path(operation.path_or_fileobj).read_bytes())
+
+    def create_repo(self, repo_id, **options):
+        return SimpleNamespace(repo_id=f"me/{repo_id}")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_commit", create_commit)
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", create_repo)
+    monkeypatch.setattr(hub, "create_and_tag_model_card", lambda *args, **kwargs: huggingface_hub.ModelCard("A card."))
+    model, _, auto = converted(name)
+    model.push_to_hub("small-sima")
+    folder = tmp_path / "me" / "small-sima"
+    assert sorted(path.name for path in folder.iterdir()) == ["README.md", "config.json", "model.safetensors"]
+    again = auto.from_pretrained(folder).eval()
+    assert len(converted_modules(again)) == 2
+    assert torch.equal(outputs(again, pixel_values=image()), outputs(model.eval(), pixel_values=image()))

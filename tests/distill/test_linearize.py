@@ -25,6 +25,7 @@ from sima_attn.distill.networks import (
     fit_gains,
     fold_gains,
     output_loss,
+    projections_in,
     recorded,
     relative_error,
     run,
@@ -329,7 +330,7 @@ def test_folded_gains_scale_the_heads():
         with torch.no_grad():
             heads = module.norm(module.core(*module.split(x)).transpose(1, 2).flatten(2)).unflatten(2, (3, 4))
             expected = module.proj((heads * gains[:, None]).flatten(2))
-            fold_gains(module, gains)
+            fold_gains(projections_in(module), gains)
             assert_close(module(x), expected, 1e-5)
 
 

@@ -11,9 +11,9 @@ from sima_attn import convert, linearize, load
 from sima_attn.auditing.model import audit_named
 from sima_attn.cli import app
 from sima_attn.conversion.placing import converted_modules
-from sima_attn.distill.networks import build_student, exchanged, run, settings_of
+from sima_attn.distill.networks import block_errors, build_student, exchanged, fit_gains, run, settings_of
 from sima_attn.distill.task import Linearization
-from sima_attn.models.huggingface import TimmInterface, preprocessing_of
+from sima_attn.models.huggingface import TimmInterface, with_timm_interface
 from sima_attn.models.loading import load_model
 from transformers_models import HONOURED, MASKED, SILENT, build, build_clip, image, outputs
 
@@ -144,7 +144,7 @@ def test_a_teacher_that_is_converted_in_part_teaches_the_rest(photos, tmp_path):
 
 def test_the_pooling_head_of_siglip_keeps_its_softmax():
     model = build(HONOURED, "siglip")
-    teacher = TimmInterface(model, preprocessing_of(model)).eval()
+    teacher = with_timm_interface(model).eval()
     student = build_student(teacher, settings_of(teacher), "sima").eval()
     assert exchanged(teacher, student) == [f"network.encoder.layers.{i}.self_attn" for i in range(2)]
     assert isinstance(student.network.head.attention, torch.nn.MultiheadAttention)
@@ -183,3 +183,18 @@ def test_the_commands_take_the_folder(clip, photos, tmp_path):
         result = CliRunner().invoke(app, command)
         assert result.exit_code == 0, result.output
     assert file.is_file()
+
+
+@pytest.mark.parametrize("name", ["vit", "dinov2", "clip", "siglip", "yolos"])
+def test_plain_sima_starts_with_fitted_gains(name):
+    teacher = with_timm_interface(build(HONOURED, name)).eval()
+    student = build_student(teacher, settings_of(teacher), "sima").eval()
+    paths, images, names = exchanged(teacher, student), image(4), list(student.state_dict())
+    before = block_errors(teacher, student, paths, images)
+    fit_gains(teacher, student, paths, images)
+    after = block_errors(teacher, student, paths, images)
+    assert list(student.state_dict()) == names
+    if name == "yolos":  # it projects its output outside the attention
+        assert after == before
+    else:
+        assert all(after[path] < before[path] for path in paths)

@@ -214,3 +214,17 @@ def test_statistics_tell_sima_from_softmax_and_one_channel_from_many():
     assert all(1 / row.D <= row.largest_channel_share <= 1 for row in [*sima, *softmax])
     (alone,) = attention_statistics([read_attention(Stamp(), torch.rand(1, 3, 24, 40))], "one channel")
     assert alone.largest_channel_share == 1
+
+
+@pytest.mark.parametrize("family", ["vit_classifier", "dinov2", "clip", "siglip", "CLIP", "Siglip"])
+def test_a_photo_is_mapped_by_a_model_of_transformers(family, tmp_path):
+    """As the image processor normalizes it; the layers have their paths in the model."""
+    models = pytest.importorskip("transformers_models")
+    model = models.build(models.HONOURED, family) if family.islower() else models.build_clip(family)
+    photo = Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8))
+    photo.save(tmp_path / "photo.png")
+    drawn = heatmaps(model, tmp_path / "photo.png")
+    assert [one.shape for one in drawn.values()] == [(20, 30)] * 2
+    paths = dict(model.named_modules())
+    assert all(path in paths for path in drawn)
+    assert np.array_equal(heatmap(model, photo), list(drawn.values())[-1])

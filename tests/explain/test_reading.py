@@ -68,8 +68,9 @@ def test_torchvisions_and_transformers_models_can_be_read():
     reading = read_attention(model, image(32, 32))
     assert [layer.q_grid for layer in reading.layers] == [(4, 4), (4, 4)]
     assert reading.output.shape == (1, 2)
-    with pytest.raises(ValueError, match="whose attention matrix is unknown"):
-        reading.layers[0].matrix()
+    model.set_attn_implementation("eager")
+    weights = model(image(32, 32), output_attentions=True).attentions
+    assert_close(reading.layers[0].matrix(), weights[0].detach(), FLOAT32)
     convert(model, token_ref=34.0)  # with 17 tokens, the output is halved
     layer = read_attention(model, image(32, 32)).layers[0]
     assert_close(layer.matrix(), 0.5 * sima_matrix_reference(layer.q, layer.k), FLOAT32)
@@ -109,3 +110,11 @@ def test_what_cannot_be_read_is_an_error_that_says_why():
         read_attention(build("xcit, xca"), image()).layers[0].matrix()
     with pytest.raises(ValueError, match="images must have shape"):
         read_attention(timm_vit(), image()[0])
+
+
+def test_the_matrix_of_an_attention_with_rope_is_unknown():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model = transformers.DINOv3ViTModel(transformers.DINOv3ViTConfig(**sizes, image_size=32, patch_size=8))
+    with pytest.raises(ValueError, match="whose attention matrix is unknown"):
+        read_attention(model, image(32, 32)).layers[0].matrix()

@@ -20,6 +20,7 @@ from sima_attn.export.photo_graph import PreparePhoto, middle
 from sima_attn.export.runtimes import installed_runtimes, labels_in, open_model, read_metadata
 from sima_attn.models.preprocessing import Preprocessing
 from sima_attn.nn import SimAttention
+from sima_attn.serve.in_browser import browser_model
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -236,10 +237,11 @@ def test_preprocessing_inside_the_graph_is_that_of_timm(tmp_path):
         assert torch.allclose(torch.from_numpy(open_model(path)(photo)), model(ours), atol=1e-3)
 
 
+@pytest.mark.parametrize("mode", ["center", "squash"])
 @pytest.mark.parametrize(("crop", "interpolation"), [(0.9, "bilinear"), (1.0, "bicubic")])
-def test_the_crop_is_cut_where_torchvision_cuts(crop, interpolation):
+def test_the_crop_is_cut_where_torchvision_cuts(crop, interpolation, mode):
     image = pytest.importorskip("PIL.Image")
-    how = Preprocessing(32, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), crop, interpolation)
+    how = Preprocessing(32, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5), crop, interpolation, mode)
     photo = np.arange(61 * 93 * 3, dtype=np.uint8).reshape(61, 93, 3)
     assert (
         PreparePhoto(how)(torch.from_numpy(photo)) - evaluation_transform(how)(image.fromarray(photo))
@@ -289,3 +291,18 @@ def test_other_errors_are_said_too(tmp_path):
     (tmp_path / "m.onnx").write_text("no graph")
     with pytest.raises(ValueError, match="ONNX Runtime cannot load"):
         open_model(tmp_path / "m.onnx")
+
+
+def test_a_model_without_classifier_gives_features_and_tokens(tmp_path):
+    model = timm.create_model("sima_deit_tiny_patch16_224", depth=1, img_size=32, num_classes=0).eval()
+    report = export_onnx(model, tmp_path / "m.onnx", input_size=32)
+    assert report.outputs == "features 1x192, tokens 1x5x192"
+    x = torch.randn(1, 3, 32, 32)
+    features, tokens = open_model(tmp_path / "m.onnx").outputs(x.numpy())
+    with torch.no_grad():
+        assert torch.allclose(torch.from_numpy(features), model(x), atol=1e-5)
+        assert torch.allclose(torch.from_numpy(tokens), model.forward_features(x), atol=1e-5)
+    with pytest.raises(ValueError, match="got 2 labels for DeiT, which gives features"):
+        export_onnx(model, tmp_path / "m.onnx", input_size=32, labels=["a", "b"], name="DeiT")
+    with pytest.raises(ValueError, match="gives features, and the page shows classes"):
+        browser_model(tmp_path / "m.onnx")

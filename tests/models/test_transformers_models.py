@@ -4,18 +4,21 @@ import json
 
 import pytest
 import torch
+from PIL import Image
 
 from closeness import assert_close
-from sima_attn import convert, load
+from sima_attn import convert, load, save
+from sima_attn.data.loader import evaluation_transform
 from sima_attn.models.huggingface import (
     TimmInterface,
     describe,
-    preprocessing_of,
     save_folder,
+    with_timm_interface,
 )
 from sima_attn.models.huggingface import (
     build as build_described,
 )
+from sima_attn.models.image_processor import preprocessing_of, write_processor
 from sima_attn.models.loading import load_model
 from sima_attn.models.preprocessing import Preprocessing
 from transformers_models import HONOURED, VISION, build, build_clip, image, outputs
@@ -64,20 +67,22 @@ def test_preprocessing_without_a_processor_is_that_of_the_family():
 
 
 @pytest.mark.parametrize(
-    ("entries", "size", "crop_ratio"),
+    ("entries", "size", "crop_ratio", "crop_mode"),
     [
-        ({"size": {"height": 48, "width": 48}}, 48, 1.0),
-        ({"size": {"shortest_edge": 64}, "crop_size": {"height": 48, "width": 48}, "do_center_crop": True}, 48, 0.75),
-        ({"size": {"shortest_edge": 64}, "crop_size": {"height": 48, "width": 48}, "do_center_crop": False}, 64, 1.0),
-        ({"size": 48, "crop_size": 48}, 48, 1.0),
+        ({"size": {"height": 48, "width": 48}}, 48, 1.0, "squash"),
+        ({"size": {"shortest_edge": 64}, "crop_size": 48, "do_center_crop": True}, 48, 0.75, "center"),
+        ({"size": {"shortest_edge": 64}, "crop_size": 48, "do_center_crop": False}, 64, 1.0, "center"),
+        ({"size": 48, "crop_size": 48}, 48, 1.0, "squash"),
+        ({"size": 48, "crop_size": 48, "do_center_crop": True}, 48, 1.0, "center"),
+        ({"size": 48, "do_resize": False}, 32, 1.0, "center"),
     ],
 )
-def test_preprocessing_is_read_from_the_processor_in_the_folder(entries, size, crop_ratio, tmp_path):
+def test_preprocessing_is_read_from_the_processor_in_the_folder(entries, size, crop_ratio, crop_mode, tmp_path):
     build(HONOURED, "vit").save_pretrained(tmp_path)
     model = transformers.ViTModel.from_pretrained(tmp_path)
     entries = {**entries, "image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6], "resample": 2}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(entries))
-    expected = Preprocessing(size, OWN.mean, OWN.std, crop_ratio, "bilinear")
+    expected = Preprocessing(size, OWN.mean, OWN.std, crop_ratio, "bilinear", crop_mode)
     assert preprocessing_of(model) == expected  # a model knows where it was loaded from
     (tmp_path / "preprocessor_config.json").unlink()
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": entries}))
@@ -150,3 +155,85 @@ def test_wrong_folders_are_named(tmp_path):
         load(tmp_path / "vit")
     with pytest.raises(ValueError, match="gets no new classifier here"):
         TimmInterface(transformers.ViTModel(transformers.ViTConfig(**VISION)), OWN).reset_classifier(5)
+
+
+PROCESSORS = {
+    "ViT": transformers.ViTImageProcessor(size={"height": 48, "width": 48}),
+    "SigLIP": transformers.SiglipImageProcessor(size={"height": 48, "width": 48}),
+    "CLIP": transformers.CLIPImageProcessor(size={"shortest_edge": 64}, crop_size={"height": 48, "width": 48}),
+    "DINOv2": transformers.BitImageProcessor(size={"shortest_edge": 50}, crop_size={"height": 42, "width": 42}),
+    "no mean": transformers.ViTImageProcessor(size={"height": 48, "width": 48}, do_normalize=False),
+    "another scale": transformers.ViTImageProcessor(size={"height": 48, "width": 48}, rescale_factor=1 / 128),
+    "bytes": transformers.ViTImageProcessor(size={"height": 48, "width": 48}, do_rescale=False, image_mean=[9.0] * 3),
+}
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_a_photo_enters_as_the_image_processor_prepares_it(name, tmp_path):
+    """Within two grey levels: PIL rounds to bytes. A processor that we write does the same."""
+    model, processor = build(HONOURED, "vit"), PROCESSORS[name]
+    model.save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    ours = load_model(tmp_path).preprocessing
+    smooth = torch.nn.functional.interpolate(image(1), (90, 130), mode="bicubic")[0].permute(1, 2, 0)
+    photo = Image.fromarray((60 * smooth + 128).clamp(0, 255).byte().numpy())
+    level = 2 / 255 / min(ours.std)
+    entered = evaluation_transform(ours)(photo)
+    assert_close(entered, processor(photo, return_tensors="pt").pixel_values[0], level)
+    write_processor(ours, tmp_path)
+    assert load_model(tmp_path).preprocessing == ours
+    again = transformers.AutoImageProcessor.from_pretrained(tmp_path)
+    assert_close(entered, again(photo, return_tensors="pt").pixel_values[0], level)
+
+
+@pytest.mark.parametrize(("size", "resized"), [(224, 354), (9, 14), (336, 336), (224, 256)])
+def test_the_side_before_the_crop_is_exact(size, resized, tmp_path):
+    model = build(HONOURED, "vit")
+    processor = transformers.CLIPImageProcessor(
+        size={"shortest_edge": resized}, crop_size={"height": size, "width": size}
+    )
+    processor.save_pretrained(tmp_path)
+    assert preprocessing_of(model, tmp_path).resized == resized
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"resample": 1}, r"resample must be 2 \(bilinear\) or 3 \(bicubic\), got 1"),
+        ({"size": {"height": 32, "width": 48}}, "images must be square"),
+        ({"image_mean": [0.5]}, "mean must be three numbers"),
+    ],
+)
+def test_an_image_processor_that_cannot_be_honoured_is_an_error(entries, message, tmp_path):
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(entries))
+    with pytest.raises(ValueError, match=rf"the image processor in .* cannot be used: {message}"):
+        preprocessing_of(build(HONOURED, "vit"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix"), [("vit", 1), ("deit", 2), ("dinov2_registers", 5), ("clip", 1), ("siglip", 0)]
+)
+def test_layers_norm_and_prefix_tokens_are_found(name, prefix):
+    model = with_timm_interface(build(HONOURED, name)).eval()
+    assert len(model.blocks) == 2
+    assert isinstance(model.norm, torch.nn.LayerNorm)
+    assert model.num_prefix_tokens == prefix
+    features, tokens = model.features_and_tokens(image())
+    assert torch.equal(features, model(image()))
+    assert tokens.shape == (2, 16 + prefix, 32)
+
+
+def test_placeholders_are_no_names_of_classes(tmp_path):
+    build(HONOURED, "vit_classifier").save_pretrained(tmp_path)
+    loaded = load_model(tmp_path)
+    assert loaded.classes is None
+    assert loaded.class_name(1) == "class 1"
+
+
+def test_saving_a_model_keeps_its_image_processor(tmp_path):
+    build(HONOURED, "vit").save_pretrained(tmp_path / "first")
+    write_processor(OWN, tmp_path / "first")
+    model = load(tmp_path / "first")
+    convert(model)
+    save(model, tmp_path / "second")
+    assert load_model(tmp_path / "second").preprocessing == OWN

@@ -42,6 +42,7 @@ def classify_command(
     from sima_attn.models.loading import load_model
 
     loaded = load_model(model, device=device)
+    loaded.check_has_classes()
     if classes:
         for name in loaded.class_names():
             console.print(name, markup=False)

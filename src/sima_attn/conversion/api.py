@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
@@ -12,6 +12,7 @@ from sima_attn.conversion.huggingface import (
     core_of,
     example_pixels,
     is_pretrained_model,
+    vision_model_of,
 )
 from sima_attn.conversion.modules import SAME_FUNCTION, Exchange, Refused, looks_like_attention
 from sima_attn.conversion.placing import CONVERTED, can_be_placed, place
@@ -27,11 +28,17 @@ from sima_attn.nn import (
 )
 
 Where = Callable[[str, nn.Module], bool]
+VISION = "vision"  # for `where`
 SIMA_FORMS = (SimClassAttention, SimCrossAttention, SimMultiheadAttention)  # beside the registered ones
 
 
 def convert(
-    model: nn.Module, attention: str = "sima", *, where: Where | None = None, example_inputs: Any = None, **options
+    model: nn.Module,
+    attention: str = "sima",
+    *,
+    where: Where | str | None = None,
+    example_inputs: Any = None,
+    **options,
 ) -> ConversionReport:
     """Exchange the attentions of a timm, torchvision, transformers or plain torch model, weights carried over.
 
@@ -42,7 +49,8 @@ def convert(
     Args:
         model: The model, or any module that holds attentions.
         attention: Name of a registered attention. `torch.nn.MultiheadAttention` takes "sima" only.
-        where: `where(path, module)` returns False for attentions to leave alone.
+        where: `where(path, module)` returns False for attentions to leave alone. "vision" converts the vision model of
+            a model of transformers for images and texts, such as CLIP, whose text model is causal.
         example_inputs: Inputs of one forward, by which the conversion is proven: a tensor, a tuple, or a dict of
             keyword inputs. By default a black image, where the model says its size.
         options: Options of the attention, e.g. token_ref=197.
@@ -51,18 +59,25 @@ def convert(
         ValueError: Nothing could be converted, the reasons are listed; the options do not suit the attention; an
             attention is compiled, quantized, pruned or wrapped; or one did not run in the forward. The model is left
             as it was.
-        TypeError: `model` is no module, or `where` no function.
+        TypeError: `model` is no module, or `where` neither a function nor "vision".
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"a model (torch.nn.Module) is needed, got {model!r}; timm.create_model(NAME) makes one")
-    if where is not None and not callable(where):
-        raise TypeError(f"where must be a function of path and module that returns True or False, got {where!r}")
+    if where not in (None, VISION) and not callable(where):
+        raise TypeError(
+            f"where must be a function of path and module that returns True or False, or {VISION!r}, got {where!r}"
+        )
     attention_class(attention)  # an unknown name is an error
+    trial = Trial(model, example_inputs)
+    if where == VISION:
+        vision = vision_model_of(model)
+        trial = Trial(vision, None) if example_inputs is None else trial
+        where = _is_in_vision_model
     report = ConversionReport(type(model).__name__, attention)
     try:
-        _convert_modules(model, attention, where, options, example_inputs, report)
+        _convert_modules(model, attention, cast(Where | None, where), options, trial, report)
         if report.converted:
-            _prove(model, _inputs(model, example_inputs), report)
+            _prove(model, trial, report)
     except BaseException as error:
         report.undo()  # all of it or nothing
         if isinstance(error, TypeError) and options:
@@ -83,13 +98,13 @@ def _convert_modules(
     attention: str,
     where: Where | None,
     options: dict[str, Any],
-    example_inputs: Any,
+    trial: "Trial",
     report: ConversionReport,
 ) -> None:
     layouts: dict[nn.Module, dict[str, Any]] = {}
     if attention_class(attention).has_local_branch:
         callers = [module for module in model.modules() if calls_interface(module) and CONVERTED not in vars(module)]
-        layouts = token_layouts(model, _inputs(model, example_inputs), callers) if callers else {}
+        layouts = token_layouts(trial.model, trial.inputs, callers) if callers else {}
     exchanged: dict[nn.Module, Exchange] = {}
     holds_pretrained = any(is_pretrained_model(module) for module in model.modules())
     if holds_pretrained:
@@ -142,22 +157,34 @@ def _already(attention: str) -> str:
     return f"it is {attention!r} already"
 
 
-def _inputs(model: nn.Module, example_inputs: Any) -> Any:
-    """The inputs of one forward: those given, a black image, or None where nothing is known."""
-    if example_inputs is not None:
-        return example_inputs
-    return example_pixels(model) if is_pretrained_model(model) else example_image(model)
+class Trial(NamedTuple):
+    """One forward of a model, or of the part of it that is converted."""
+
+    model: nn.Module
+    example_inputs: Any
+
+    @property
+    def inputs(self) -> Any:
+        """Those given, a black image, or None where nothing is known."""
+        if self.example_inputs is not None:
+            return self.example_inputs
+        return example_pixels(self.model) if is_pretrained_model(self.model) else example_image(self.model)
 
 
-def _prove(model: nn.Module, inputs: Any, report: ConversionReport) -> None:
+def _is_in_vision_model(path: str, module: nn.Module) -> bool:
+    return path.startswith("vision_model.")
+
+
+def _prove(model: nn.Module, trial: Trial, report: ConversionReport) -> None:
     """Run the model once; raise where a converted attention is not called, so that something else is."""
+    inputs = trial.inputs
     if inputs is None:
         return
     converted = {one.path: model.get_submodule(one.path) for one in report.converted}
     # A module of transformers that runs, and calls another attention than its core, is idle too.
     converted = {path: core_of(module) or module for path, module in converted.items()}
     try:
-        called = called_modules(model, inputs, converted.values())
+        called = called_modules(trial.model, inputs, converted.values())
     except Exception as error:
         shown = f"an image of {list(inputs.shape)}" if isinstance(inputs, Tensor) else "its example_inputs"
         raise ValueError(

@@ -92,6 +92,29 @@ def core_of(module: nn.Module) -> Attention | None:
     return core if isinstance(core, AttentionCore) else None  # type: ignore[return-value]  # mixed into one
 
 
+def projections_of(module: nn.Module) -> tuple[nn.Linear, nn.Linear] | None:
+    """The layers that give v and take the output of an attention; None where it does not have both (YOLOS)."""
+    parts = dict(module.named_children())
+    found = [
+        next((parts[name] for name in names if isinstance(parts.get(name), nn.Linear)), None)
+        for names in (("v_proj", "value"), ("o_proj", "out_proj"))
+    ]
+    return None if None in found else tuple(found)  # type: ignore[return-value]
+
+
+def is_plain_softmax(module: Any) -> bool:
+    """True for an attention of transformers that computes softmax(Q K^T / sqrt(D)) V of what it projects.
+
+    RoPE and relative position biases come from outside the module.
+    """
+    if not calls_interface(module) or core_of(module) is not None:
+        return False
+    biases = ("use_relative_position_bias", "use_shared_relative_position_bias")
+    return not any(getattr(module.config, name, False) for name in biases) and "position_embeddings" not in (
+        inspect.signature(module.forward).parameters
+    )
+
+
 def _heads_and_width(module: Any) -> tuple[int, int]:
     """(H, H * D) of an attention of transformers, by the names that its classes have for them."""
 
@@ -154,7 +177,7 @@ def attend(
     if kwargs.get("is_causal") or (kwargs.get("is_causal") is None and getattr(module, "is_causal", False)):
         raise ValueError(
             f"{type(module).__name__} is causal, which {kind} cannot be: its sums run over all tokens; leave it out "
-            "with `where`"
+            'with `where`; where="vision" converts the vision model of CLIP alone'
         )
     masks: dict[str, Tensor] = {}
     if attention_mask is not None:
@@ -181,8 +204,25 @@ def _key_mask(mask: Tensor) -> Tensor:
     return keys
 
 
+def vision_model_of(model: Any) -> nn.Module:
+    """The vision model of a transformers model for images and texts, such as CLIP."""
+    vision = getattr(model, "vision_model", None) if is_pretrained_model(model) else None
+    if vision is None:
+        raise ValueError(
+            f'where="vision" is for models of transformers with a vision_model, such as CLIPModel, and this '
+            f"{type(model).__name__} has none; omit it, or pass a function of path and module"
+        )
+    return vision
+
+
 def example_pixels(model: Any) -> dict[str, Tensor]:
     """A black image of the size that a transformers model was built for, as keyword inputs."""
+    if model.main_input_name != "pixel_values" and hasattr(model, "vision_model"):
+        raise ValueError(
+            f"{type(model).__name__} has a vision model and a text model. To convert the vision model alone, pass "
+            'where="vision". A causal text model, as that of CLIP, cannot be converted; to convert both models of one '
+            "that is not, as SigLIP, pass example_inputs with pixel_values and input_ids"
+        )
     if model.main_input_name != "pixel_values":
         raise ValueError(
             f"{type(model).__name__} takes {model.main_input_name!r}, not an image: pass example_inputs, the keyword "

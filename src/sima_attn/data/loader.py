@@ -317,7 +317,7 @@ def _at_least_one_bit(bits: Callable[[float, Any], tuple[int]], level: float, se
 
 
 def evaluation_transform(preprocessing: Preprocessing, *, normalize: bool = True) -> Callable[[Any], Tensor]:
-    """PIL image -> tensor [3, size, size]: shorter side resized to size / crop_ratio, then center-cropped.
+    """PIL image -> tensor [3, size, size]: resized to size / crop_ratio, then center-cropped.
 
     The result is normalised floats, or bytes with normalize=False.
     """
@@ -327,6 +327,7 @@ def evaluation_transform(preprocessing: Preprocessing, *, normalize: bool = True
     by_timm = transforms_imagenet_eval(
         preprocessing.size,
         crop_pct=preprocessing.crop_ratio,
+        crop_mode=preprocessing.crop_mode,
         interpolation=preprocessing.interpolation,
         mean=preprocessing.mean,
         std=preprocessing.std,

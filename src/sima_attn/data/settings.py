@@ -19,7 +19,7 @@ from sima_attn._settings import (
     from_dict,
     one_of,
 )
-from sima_attn.models.preprocessing import MAX_SIZE, Preprocessing
+from sima_attn.models.preprocessing import CROP_MODES, MAX_SIZE, Preprocessing
 
 if TYPE_CHECKING:
     from sima_attn.models.loading import LoadedModel
@@ -50,6 +50,7 @@ class Data:
         size: Side of the square input images in pixels.
         crop_ratio: Fraction of the resized image that the center crop of evaluation keeps.
         interpolation: bicubic or bilinear, for each resize.
+        crop_mode: In evaluation, "center" crops the longer side, "squash" resizes both sides, as in timm.
         mean, std: Per channel, for values in [0, 1].
         workers: Decoding processes. The batches do not depend on their number.
         cache: Decode all images once, keep them on the device and augment whole batches there.
@@ -61,6 +62,7 @@ class Data:
     size: Pixels = 224
     crop_ratio: Share = 1.0
     interpolation: Annotated[str, one_of("bicubic", "bilinear")] = "bicubic"
+    crop_mode: Annotated[str, one_of(*CROP_MODES)] = "center"
     mean: tuple[float, float, float] = IMAGENET_MEAN
     std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = IMAGENET_STD
     workers: Workers = 8
@@ -71,7 +73,9 @@ class Data:
     @property
     def preprocessing(self) -> Preprocessing:
         """How evaluation prepares an image."""
-        return Preprocessing(self.size, self.mean, self.std, self.crop_ratio, self.interpolation)
+        return Preprocessing(
+            self.size, self.mean, self.std, self.crop_ratio, self.interpolation, crop_mode=self.crop_mode
+        )
 
     @classmethod
     def of_model(cls, loaded: LoadedModel) -> Data:

@@ -17,7 +17,7 @@ from sima_attn.distill.networks import classes_of, settings_of
 from sima_attn.distill.recipes import DEFAULT_BUDGET, LinearizeRecipe, Stages, Transfer, epochs_for
 from sima_attn.distill.result import Linearized
 from sima_attn.distill.task import train_linearization
-from sima_attn.models.huggingface import TimmInterface, as_timm
+from sima_attn.models.huggingface import TimmInterface, with_timm_interface
 from sima_attn.models.loading import LoadedModel, load_model
 from sima_attn.models.loading import classes_of as class_names_of
 from sima_attn.models.preprocessing import Preprocessing
@@ -120,7 +120,7 @@ def _teacher(model: nn.Module | str | Path, weights: str | Path | None, pretrain
             )
         copied: nn.Module = copy.deepcopy(model)  # it will be frozen, and moved to the device
         if is_pretrained_model(model):
-            copied = as_timm(copied)
+            copied = with_timm_interface(copied)
         preprocessing: Any = Preprocessing.of_model(copied)
         return _check_gives_tokens(
             LoadedModel(settings_of(copied).name, copied, preprocessing, *class_names_of(copied))

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sima_attn.conversion.huggingface import core_of
+from sima_attn.conversion.huggingface import core_of, projections_of
 from sima_attn.conversion.placing import converted_modules
 from sima_attn.models import huggingface
 from sima_attn.models.building import build_model, without_sources
@@ -182,18 +182,18 @@ def fit_gains(teacher: nn.Module, student: nn.Module, paths: list[str], images: 
 
     The output is linear in the gains. Without this the attention of a trained model may begin a hundred times too
     large: its queries and keys have means that SimA was not trained with. Or too small: plain SimA divides by the
-    number of tokens. An attention without the parameter `gain` gets its gains folded into its weights; in models of
-    transformers it is left as it is.
+    number of tokens. An attention without the parameter `gain` gets its gains folded into its weights.
     """
     with recorded(teacher, paths) as found:
         run(teacher, images)
     for path, (x, y) in found.items():
         attention: Any = student.get_submodule(path)
         core: Any = core_of(attention) or attention
-        gain = getattr(core, "gain", None)
-        if gain is None and core is not attention:  # each family of transformers has other names for the projections
+        gain: Any = getattr(core, "gain", None)
+        folded = projections_in(attention) if gain is None else None
+        if gain is None and folded is None:  # YOLOS projects its output elsewhere
             continue
-        scale: Tensor = core.proj.weight if gain is None else gain
+        scale: Tensor = gain if folded is None else folded.out
         before = scale.clone()
         outputs = []  # of no head, and of each head alone
         for gains in (scale.new_zeros(core.num_heads), *torch.eye(core.num_heads).to(scale)):
@@ -203,25 +203,47 @@ def fit_gains(teacher: nn.Module, student: nn.Module, paths: list[str], images: 
         products = alone @ alone.mT  # [H, H]
         ridge = 1e-6 * products.diagonal().mean() * torch.eye(len(products)).to(products)
         gains = torch.linalg.solve(products + ridge, alone @ (y.double().flatten() - rest)).to(scale.dtype)
-        if gain is None:
-            scale.copy_(before)
-            fold_gains(attention, gains)
-        else:
+        if folded is None:
             gain.copy_(gains)
+        else:
+            scale.copy_(before)
+            fold_gains(folded, gains)
 
 
-def fold_gains(attention: Any, gains: Tensor) -> None:
-    """Multiply the output of each head by its gain [H], in the weights of v and of `proj`.
+class Projections(NamedTuple):
+    """The tensors of an attention that gains are folded into.
+
+    `v` has the weight [C, C] and the bias [C] of the layer that gives v, and is empty where a norm follows it; `out` is
+    the weight [C, C] of the output projection.
+    """
+
+    v: list[Tensor]
+    out: Tensor
+
+
+def projections_in(attention: Any) -> Projections | None:
+    """Those of our attentions and of converted ones of transformers; None where one of the two is missing."""
+    if core_of(attention) is None:
+        out, qkv = attention.proj.weight, attention.qkv
+        v = [qkv.weight, qkv.bias] if isinstance(attention.norm, nn.Identity) else []
+        return Projections([one[-out.shape[1] :] for one in v if one is not None], out)  # the last rows are those of v
+    found = projections_of(attention)
+    if found is None:
+        return None
+    value, output = found
+    return Projections([one for one in (value.weight, value.bias) if one is not None], output.weight)
+
+
+def fold_gains(projections: Projections, gains: Tensor) -> None:
+    """Multiply the output of each head by its gain [H], in the weights of v and of the output projection.
 
     Each of the two gets the square root: Adam hardly changes large weights, and the gains of plain SimA are about the
-    number of tokens. Where a norm is between v and `proj`, the gain is in `proj` alone.
+    number of tokens. Where a norm is between the two, the gain is in the output projection alone.
     """
-    weight, qkv = attention.proj.weight, attention.qkv
-    roots = gains.abs().sqrt().clamp_min(1e-6) if isinstance(attention.norm, nn.Identity) else torch.ones_like(gains)
-    weight.mul_(per_column(gains / roots, weight))
-    for of_v in (qkv.weight, qkv.bias):  # the last rows are those of v
-        if of_v is not None:
-            of_v[-weight.shape[1] :].movedim(0, -1).mul_(per_column(roots, weight))
+    roots = gains.abs().sqrt().clamp_min(1e-6) if projections.v else torch.ones_like(gains)
+    projections.out.mul_(per_column(gains / roots, projections.out))
+    for of_v in projections.v:
+        of_v.movedim(0, -1).mul_(per_column(roots, projections.out))
 
 
 def per_column(gains: Tensor, weight: Tensor) -> Tensor:

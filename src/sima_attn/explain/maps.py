@@ -26,7 +26,7 @@ def heatmap(model: nn.Module, image: Photo, *, layer: int = -1, of: str = "q") -
     """A map in [0, 1] at image size [height, width]: where the queries ("q") or keys ("k") of a layer are large.
 
     Args:
-        model: Any model with self-attention: ours, converted ones, and softmax ones.
+        model: Any model with self-attention, of timm, transformers or this package: SimA, converted, or softmax.
         image: A photo (path or PIL image), or a normalized tensor [3, height, width] or [1, 3, height, width].
         layer: Index of the layer, from 0, or from the end if negative.
         of: "q" or "k".
@@ -49,7 +49,8 @@ def read_image(model: nn.Module, image: Photo) -> tuple[Reading, Grid]:
             raise ValueError(f"image must be [3, height, width] or [1, 3, height, width], got {[*image.shape]}")
         return read_attention(model, batch), (batch.shape[2], batch.shape[3])
     photo = open_photo(image) if isinstance(image, str | Path) else image
-    return read_attention(model, photo_model(model).prepare(photo)), (photo.height, photo.width)
+    entered = photo_model(model)
+    return read_attention(entered.model, entered.prepare(photo)), (photo.height, photo.width)
 
 
 def to_map(scores: Tensor, share: tuple[float, float], size: Grid) -> np.ndarray:

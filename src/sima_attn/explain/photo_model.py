@@ -14,8 +14,10 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from sima_attn.conversion.huggingface import is_pretrained_model
 from sima_attn.data.images import to_rgb
 from sima_attn.explain.reading import Reading, read_attention
+from sima_attn.models.huggingface import with_timm_interface
 from sima_attn.models.loading import LoadedModel, classes_of, load_model
 from sima_attn.models.preprocessing import Preprocessing
 from sima_attn.nn.eval_mode import eval_mode
@@ -98,13 +100,15 @@ def photo_model(
     classes: list[str] | None = None,
     size: int | None = None,
 ) -> PhotoModel:
-    """Wrap a model; what is not given is read from its timm configuration."""
+    """Wrap a model; what is not given is read from its timm configuration, or its image processor (transformers)."""
     name = name or type(model).__name__
+    if is_pretrained_model(model):
+        model = with_timm_interface(model)
     preprocessing = Preprocessing.of_model(model, size)
     if preprocessing is None:
         raise ValueError(
-            f"{name} has no timm configuration that says how a photo is made ready for it: give a normalised tensor "
-            "[1, 3, height, width], such as an image processor of transformers makes"
+            f"{name} has no timm configuration that says how a photo is made ready for it: give a normalized tensor "
+            "[1, 3, height, width]"
         )
     known, words = classes_of(model)
     return PhotoModel(name, model, preprocessing, classes or known, words, trained)

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sima_attn.conversion.huggingface import core_of
+from sima_attn.conversion.huggingface import core_of, is_plain_softmax
+from sima_attn.models.huggingface import TimmInterface
 from sima_attn.nn.attention import Attention, SimAttention
 from sima_attn.nn.baselines.softmax import softmax_matrix
 from sima_attn.nn.baselines.xca import XCAttention
@@ -77,11 +78,12 @@ class Layer:
             return module.matrix(self.q, self.k)
         if isinstance(module, SimMultiheadAttention):
             return sima_matrix_reference(self.q, self.k, token_ref=module.token_ref, eps=module.eps)
-        if isinstance(module, nn.MultiheadAttention) or f"{kind.__module__}.{kind.__name__}" == _TIMM:
+        is_softmax = isinstance(module, nn.MultiheadAttention) or f"{kind.__module__}.{kind.__name__}" == _TIMM
+        if is_softmax or is_plain_softmax(module):
             return softmax_matrix(self.q, self.k)
         raise ValueError(
             f"{self.path} is a {kind.__name__}, whose attention matrix is unknown; supported: ours, timm's Attention, "
-            "torch's MultiheadAttention, and converted models of transformers"
+            "torch's MultiheadAttention, and those of transformers without RoPE and relative positions"
         )
 
 
@@ -157,7 +159,8 @@ class _Recorder:
             yield
 
     def layers(self, model: nn.Module) -> list[Layer]:
-        paths = {module: path for path, module in model.named_modules()}
+        named = model.network if isinstance(model, TimmInterface) else model  # paths in the user's model
+        paths = {module: path for path, module in named.named_modules()}
         whole = {module: parts for module, parts in self.found.items() if set(parts) == set(PARTS)}
         return [
             Layer(paths[module], module, parts["q"][0], parts["k"][0], parts["q"][1], parts["k"][1])

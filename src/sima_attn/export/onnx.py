@@ -1,7 +1,8 @@
 """Model -> ONNX file: exported, constants folded, compared with torch in ONNX Runtime, audited, then written.
 
 The graph is opset 20 and computes SimA as `ops.eager` does: two sums over the tokens, one vector s, two products.
-Shapes: B batch, N tokens, K classes; images [B, 3, height, width] -> logits [B, K].
+Shapes: B batch, N tokens, C channels, K classes; images [B, 3, height, width] -> logits [B, K]. A model without a
+classifier gives features [B, C] and its final tokens [B, N, C].
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from sima_attn._files import atomic_write
 from sima_attn._version import __version__
 from sima_attn.auditing.model import audit, followed
 from sima_attn.auditing.report import AuditReport
+from sima_attn.conversion.huggingface import is_pretrained_model
 from sima_attn.export.photo_graph import PreparePhoto
-from sima_attn.export.runtimes import PREFIX, open_model
+from sima_attn.export.runtimes import FEATURES, LOGITS, PREFIX, OnnxRuntime
+from sima_attn.models.huggingface import TimmInterface, with_timm_interface
 from sima_attn.models.loading import classes_of
 from sima_attn.models.preprocessing import Preprocessing
 from sima_attn.nn import SimAttention, SimCrossAttention, SimMultiheadAttention
@@ -40,7 +43,8 @@ if TYPE_CHECKING:
 
 OPSET = 20  # the first with GELU as one node; supported by current runtimes
 DYNAMIC = ("batch", "size")
-LARGEST_ERROR = 1e-4  # relative to the largest logit
+LARGEST_ERROR = 1e-4  # relative to the largest value of an output
+OUTPUTS = {LOGITS: (LOGITS,), FEATURES: (FEATURES, "tokens")}
 LARGEST_ERROR_FROM_PHOTO = 1e-3  # resizing differs in the last bits, which bicubic weights amplify
 KEPT_IN_NODES = ("pkg.torch.onnx.name_scopes", "pkg.torch.onnx.class_hierarchy")  # for the audit
 WITH_ORDER = (SimAttention, SimCrossAttention, SimMultiheadAttention)
@@ -54,8 +58,9 @@ class ExportReport:
         path: The file.
         file_bytes: Its size.
         inputs: Its input, with the names of dynamic sizes.
+        outputs: Its outputs: logits, or features and tokens of a model without a classifier.
         orders: SimA module -> order of its products; "kv" is linear in the tokens.
-        parity: Input -> largest difference between ONNX Runtime and torch, relative to the largest logit.
+        parity: Input -> largest difference between ONNX Runtime and torch, relative to the largest value of an output.
         nodes: Operation -> number of its nodes in the graph.
         audit: Audit of the file.
     """
@@ -63,6 +68,7 @@ class ExportReport:
     path: Path
     file_bytes: int
     inputs: str
+    outputs: str
     orders: dict[str, str]
     parity: dict[str, float]
     nodes: dict[str, int]
@@ -76,7 +82,7 @@ class ExportReport:
     def lines(self) -> list[str]:
         """A summary, one fact per line."""
         size = f"{self.path}: {self.file_bytes / 2**20:.2f} MiB, {sum(self.nodes.values())} nodes, opset {OPSET}"
-        facts = [size, f"input {self.inputs}"]
+        facts = [size, f"input {self.inputs}, output {self.outputs}"]
         if self.orders:
             facts.append(f"order of the products: {self.order} in {len(self.orders)} SimA modules")
         facts += [f"parity with torch on {what}: {error:.1e}" for what, error in self.parity.items()]
@@ -103,7 +109,8 @@ def export_onnx(
     The file is compared with torch in ONNX Runtime first; if it differs, nothing is written. The model is not modified.
 
     Args:
-        model: Image -> logits (or an output of transformers with `logits`), from timm, from here or converted.
+        model: Image -> logits, or features of a model without a classifier; from timm, transformers or here, converted
+            or not.
         path: Must end in .onnx.
         input_size: Image size in pixels, or (height, width). It also determines the order of the products.
         dynamic: "batch" and "size" make these dynamic; the order remains the one chosen at `input_size`.
@@ -125,27 +132,31 @@ def export_onnx(
     check_installed()
     import onnx
 
+    name = name or type(model).__name__
+    if is_pretrained_model(model):
+        model = with_timm_interface(model)
     height, width = (input_size, input_size) if isinstance(input_size, int) else input_size
     _check_options(model, height, width, dynamic, order, preprocessing)
     if prepare is None and height == width:
         prepare = Preprocessing.of_model(model, height)
     if preprocessing and prepare is None:
-        raise ValueError(
-            f"{type(model).__name__} does not say how images are normalized: pass prepare=Preprocessing(...)"
-        )
+        raise ValueError(f"{name} does not say how images are normalized: pass prepare=Preprocessing(...)")
     labels = labels or class_names(model)
 
-    name = name or type(model).__name__
     plain = _inference_copy(model)
     with torch.no_grad():
-        orders = _pin_orders(plain, order, _random_images(1, height, width))
-        classes = plain(_random_images(1, height, width)).shape[-1]
-    if labels is not None and len(labels) != classes:
-        raise ValueError(f"got {len(labels)} labels for the {classes} classes of {name}")
+        orders = _pin_orders(plain, order, _random_images(1, height, width), name)
+        values = plain(_random_images(1, height, width))
+    output = FEATURES if isinstance(values, tuple) else LOGITS
+    if labels is not None and (output == FEATURES or len(labels) != values.shape[-1]):
+        classes = f"{name}, which gives features" if output == FEATURES else f"the {values.shape[-1]} classes of {name}"
+        raise ValueError(f"got {len(labels)} labels for {classes}")
 
     whole = nn.Sequential(PreparePhoto(prepare), plain) if preprocessing and prepare is not None else plain
     example, shapes = _example(model, height, width, dynamic, preprocessing)
-    proto = _to_onnx(whole, example, shapes, name)
+    with torch.no_grad():
+        _run(whole, example, name)
+    proto = _to_onnx(whole, example, shapes, OUTPUTS[output], name)
     facts = {
         "model": name,
         "version": __version__,
@@ -153,6 +164,7 @@ def export_onnx(
         "dynamic": ",".join(dynamic),
         "order": ",".join(sorted(set(orders.values()))),
         "preprocessing_inside": "true" if preprocessing else "false",
+        "output": output,
     }
     facts |= {"preprocessing": prepare.to_json()} if prepare is not None else {}
     facts |= {"labels": json.dumps(list(labels))} if labels is not None else {}
@@ -169,7 +181,8 @@ def export_onnx(
         return ExportReport(
             path=path,
             file_bytes=written.stat().st_size,
-            inputs=_shown_input(proto),
+            inputs=_shown(proto.graph.input),
+            outputs=_shown(proto.graph.output),
             orders=orders,
             parity=parity,
             nodes=dict(Counter(node.op_type for node in proto.graph.node).most_common()),
@@ -225,46 +238,56 @@ def _check_options(
 
 def _patch(model: Any) -> int:
     """The patch size, 1 if unknown."""
-    size = getattr(getattr(model, "patch_embed", None), "patch_size", None)
-    size = getattr(getattr(model, "config", None), "patch_size", 1) if size is None else size
+    if isinstance(model, TimmInterface):
+        return model.feature_info[0]["reduction"]
+    size = getattr(getattr(model, "patch_embed", None), "patch_size", 1)
     return size if isinstance(size, int) else size[0] if isinstance(size, tuple) else 1
 
 
-class _Logits(nn.Module):
-    """A model whose output has the attribute `logits`."""
+class _Backbone(nn.Module):
+    """A model without a classifier, that returns its features [B, C] and its final tokens [B, N, C]."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, images: Tensor) -> Tensor:
-        return self.model(images).logits
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        if isinstance(self.model, TimmInterface):
+            return self.model.features_and_tokens(images)
+        tokens = self.model.forward_features(images)  # of timm; of a CNN, a map [B, C, rows, columns]
+        return self.model.forward_head(tokens), tokens.flatten(2).mT if tokens.dim() == 4 else tokens
 
 
 def _inference_copy(model: nn.Module) -> nn.Module:
-    """A copy of the model in float32 on the CPU, in eval mode, that returns logits."""
+    """A copy of the model in float32 on the CPU, in eval mode, that returns logits, or features and tokens."""
     plain = copy.deepcopy(getattr(model, "_orig_mod", model)).cpu().float().eval().requires_grad_(False)
-    return _Logits(plain) if hasattr(plain, "config") and hasattr(plain.config, "model_type") else plain
+    is_backbone = isinstance(plain, TimmInterface) or hasattr(plain, "forward_features")
+    return _Backbone(plain) if is_backbone and getattr(plain, "num_classes", None) == 0 else plain
 
 
 def _random_images(B: int, height: int, width: int) -> Tensor:
     return torch.randn(B, 3, height, width, generator=torch.Generator().manual_seed(0))
 
 
-def _pin_orders(model: nn.Module, order: str, images: Tensor) -> dict[str, str]:
+def _run(model: nn.Module, images: Tensor, name: str) -> Any:
+    """The output for images; raises where the model does not take their size."""
+    try:
+        return model(images)
+    except Exception as error:
+        raise ValueError(
+            f"{name} cannot run on {tuple(images.shape)}: {first_line(error)}; use the size it was built for, without "
+            "'size' in dynamic"
+        ) from error
+
+
+def _pin_orders(model: nn.Module, order: str, images: Tensor, name: str) -> dict[str, str]:
     """Fix the order of each SimA module to the one it selects for these images; path -> order."""
     modules = {path: module for path, module in model.named_modules() if isinstance(module, WITH_ORDER)}
     for module in modules.values():
         module.order = order if order != "auto" else module.order
     found: dict[str, str] = {}
-    try:
-        with followed(model) as (running, _), plan_callback(lambda plan: found.update({running[-1]: plan.order})):
-            model(images)
-    except Exception as error:
-        raise ValueError(
-            f"{type(model).__name__} cannot run on {tuple(images.shape)}: {first_line(error)}; use the size it was "
-            "built for"
-        ) from error
+    with followed(model) as (running, _), plan_callback(lambda plan: found.update({running[-1]: plan.order})):
+        _run(model, images, name)
     for path, module in modules.items():
         module.order = found.get(path, module.order)
     return found
@@ -290,7 +313,9 @@ def _example(
     return _random_images(B, height, width), axes or None
 
 
-def _to_onnx(model: nn.Module, example: Tensor, axes: dict[int, Any] | None, name: str) -> onnx.ModelProto:
+def _to_onnx(
+    model: nn.Module, example: Tensor, axes: dict[int, Any] | None, outputs: tuple[str, ...], name: str
+) -> onnx.ModelProto:
     from onnxscript import optimizer
 
     try:
@@ -303,7 +328,7 @@ def _to_onnx(model: nn.Module, example: Tensor, axes: dict[int, Any] | None, nam
                 opset_version=OPSET,
                 dynamic_shapes=None if axes is None else (axes,),
                 input_names=["photo" if example.dtype == torch.uint8 else "images"],
-                output_names=["logits"],
+                output_names=outputs,
                 verbose=False,
             )
     except Exception as error:
@@ -318,22 +343,28 @@ def _to_onnx(model: nn.Module, example: Tensor, axes: dict[int, Any] | None, nam
         del node.metadata_props[:]  # the rest is source code and local paths
         node.metadata_props.extend(kept)
         node.ClearField("doc_string")
-    _name_open_sizes(proto.graph.input[0], example)
+    is_photo = example.dtype == torch.uint8
+    _name_open_sizes(proto.graph.input[0], ("height", "width", "") if is_photo else ("batch", "", "height", "width"))
+    for value in proto.graph.output:  # [B, K], [B, C] or [B, N, C]
+        axes_of_output = len(value.type.tensor_type.shape.dim)
+        _name_open_sizes(value, ("batch", "") if axes_of_output == 2 else ("batch", "tokens", ""))
     return proto
 
 
-def _name_open_sizes(value: onnx.ValueInfoProto, example: Tensor) -> None:
-    """Name the dynamic sizes of the input."""
-    names = ["height", "width", ""] if example.dtype == torch.uint8 else ["batch", "", "height", "width"]
+def _name_open_sizes(value: onnx.ValueInfoProto, names: tuple[str, ...]) -> None:
+    """Name the dynamic sizes of an input or output."""
     for size, name in zip(value.type.tensor_type.shape.dim, names, strict=True):
         if size.dim_param and name:
             size.dim_param = name
 
 
-def _shown_input(proto: onnx.ModelProto) -> str:
-    value = proto.graph.input[0]
-    sizes = [size.dim_param or str(size.dim_value) for size in value.type.tensor_type.shape.dim]
-    return f"{value.name} {'x'.join(sizes)}"
+def _shown(values: Iterable[onnx.ValueInfoProto]) -> str:
+    """Inputs or outputs of a graph with their sizes, such as "features 1x384, tokens 1x257x384"."""
+
+    def sizes(value: onnx.ValueInfoProto) -> str:
+        return "x".join(size.dim_param or str(size.dim_value) for size in value.type.tensor_type.shape.dim)
+
+    return ", ".join(f"{value.name} {sizes(value)}" for value in values)
 
 
 def _checked_inputs(
@@ -370,19 +401,22 @@ def _parity(
     model: nn.Module, path: Path, inputs: Iterable[tuple[str, Tensor]], largest: float, name: str
 ) -> dict[str, float]:
     """Input -> relative error of the file; raises if it is too large. Given images share one entry."""
-    session = open_model(path, threads=torch.get_num_threads())
+    session = OnnxRuntime(path, threads=torch.get_num_threads())
     errors: dict[str, float] = {}
     given: list[float] = []
     for what, images in inputs:
         with torch.no_grad():
-            truth = model(images).numpy()
-        out = session(images.numpy())
-        if out.shape != truth.shape:
-            raise ValueError(f"{name} returns {truth.shape} in torch and {out.shape} in ONNX Runtime on {what}")
-        error = float(np.abs(out - truth).max() / np.abs(truth).max().clip(1e-12))
+            truth = model(images)
+        truths = [value.numpy() for value in (truth if isinstance(truth, tuple) else (truth,))]
+        found = session.outputs(images.numpy())
+        for out, true in zip(found, truths, strict=True):
+            if out.shape != true.shape:
+                raise ValueError(f"{name} returns {true.shape} in torch and {out.shape} in ONNX Runtime on {what}")
+        # The largest of the differences, NaN if one of them is.
+        error = float(np.max([relative_error(out, true) for out, true in zip(found, truths, strict=True)]))
         if not error <= largest:  # NaN too
             raise ValueError(
-                f"the exported {name} differs from torch by {error:.1e} of the largest logit on {what}, more than "
+                f"the exported {name} differs from torch by {error:.1e} of the largest output on {what}, more than "
                 f"{largest:g}: the file was not written"
             )
         if what.startswith("given"):
@@ -392,3 +426,8 @@ def _parity(
     if given:
         errors[f"{len(given)} given inputs, the worst"] = max(given)
     return errors
+
+
+def relative_error(found: np.ndarray, true: np.ndarray) -> float:
+    """The largest difference, relative to the largest true value."""
+    return float(np.abs(found - true).max() / np.abs(true).max().clip(1e-12))

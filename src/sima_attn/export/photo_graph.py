@@ -25,15 +25,18 @@ class PreparePhoto(nn.Module):
     def __init__(self, how: Preprocessing) -> None:
         super().__init__()
         self.size, self.interpolation = how.size, how.interpolation
-        self.shorter_side = int(how.size / how.crop_ratio)
+        self.resized, self.squash = how.resized, how.crop_mode == "squash"
         self.register_buffer("mean", torch.tensor(how.mean).view(1, 3, 1, 1) * 255)
         self.register_buffer("std", torch.tensor(how.std).view(1, 3, 1, 1) * 255)
 
     def forward(self, photo: Tensor) -> Tensor:
         """Photo [height, width, 3] in bytes -> [1, 3, size, size]."""
         height, width, _ = photo.shape
-        rows = torch.sym_max(self.shorter_side, self.shorter_side * height // width)
-        columns = torch.sym_max(self.shorter_side, self.shorter_side * width // height)
+        rows: Any = self.resized
+        columns: Any = self.resized
+        if not self.squash:
+            rows = torch.sym_max(self.resized, self.resized * height // width)
+            columns = torch.sym_max(self.resized, self.resized * width // height)
         image = photo.permute(2, 0, 1)[None].float()  # [1, 3, height, width]
         image = self.resize(image, height, columns)  # PIL, too, resizes rows first and clips between the two
         image = self.resize(image, rows, columns)

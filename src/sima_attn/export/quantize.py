@@ -23,7 +23,7 @@ from sima_attn._version import __version__
 from sima_attn.auditing.model import audit
 from sima_attn.data.images import images_in, open_photo
 from sima_attn.export.onnx import check_installed, write_metadata
-from sima_attn.export.runtimes import Session, labels_in, open_model
+from sima_attn.export.runtimes import FEATURES, Session, labels_in, open_model
 from sima_attn.models.preprocessing import Preprocessing
 from sima_attn.report.rows import cpu_name, today
 from sima_attn.report.tables import TextTable
@@ -40,9 +40,9 @@ UNKNOWN = float("nan")
 
 @dataclass(frozen=True)
 class FileRow:
-    """A file and its accuracy on `images` val images, in percent; NaN without images or labels.
+    """A file and its accuracy on `images` val images, in percent; NaN without images or labels, and for features.
 
-    `share_of_fp32`, `points_lost` (of top-1) and `same_class` are relative to the original float32 file.
+    `share_of_fp32`, `points_lost` (of top-1), `same_class` and `cosine` are relative to the original float32 file.
     """
 
     model: str
@@ -54,6 +54,7 @@ class FileRow:
     top5: float
     points_lost: float
     same_class: float  # share of images with the same first class as float32
+    cosine: float  # of the features, mean over the images; NaN for logits
     images: int
     data: str
     calibration_images: int
@@ -79,6 +80,8 @@ class QuantizeReport(NamedTuple):
         size = f"{sizes} MiB ({self.int8.share_of_fp32:.1%})"
         if not self.int8.images:
             return f"{size}; not compared on images"
+        if not np.isnan(self.int8.cosine):
+            return f"{size}; cosine of the features {self.int8.cosine:.4f} on {self.int8.images} images"
         same = f"same first class on {self.int8.same_class:.1f} % of {self.int8.images} images"
         if np.isnan(self.int8.top1):
             return f"{size}; {same}"
@@ -86,18 +89,22 @@ class QuantizeReport(NamedTuple):
 
 
 def quantize_table(rows: Sequence[FileRow]) -> TextTable:
-    """Size and accuracy of each file; int8 in bold."""
-    header = ["model", "type", "MiB", "of fp32", "top-1", "top-5", "lost", "same class", "images", "exp-like"]
+    """Size and accuracy of each file; int8 in bold. The cosine is shown where a file gives features."""
+    columns = {"top-1": "top1", "top-5": "top5", "lost": "points_lost", "same class": "same_class"}
+    if any(not np.isnan(row.cosine) for row in rows):
+        columns["cosine"] = "cosine"
+    header = ["model", "type", "MiB", "of fp32", *columns, "images", "exp-like"]
     lines = [
         [row.model, row.format, f"{row.bytes / 2**20:.2f}", f"{row.share_of_fp32:.1%}"]
-        + [
-            "-" if np.isnan(value) else f"{value:.2f}"
-            for value in (row.top1, row.top5, row.points_lost, row.same_class)
-        ]
+        + [_shown(name, getattr(row, name)) for name in columns.values()]
         + [str(row.images), str(row.exp_like_nodes)]
         for row in rows
     ]
     return TextTable(header, lines, {i for i, row in enumerate(rows) if row.format == INT8})
+
+
+def _shown(column: str, value: float) -> str:
+    return "-" if np.isnan(value) else f"{value:.{4 if column == 'cosine' else 2}f}"
 
 
 class Images:
@@ -377,6 +384,7 @@ class _Accuracy(NamedTuple):
     top5: float = UNKNOWN
     points_lost: float = UNKNOWN
     same_class: float = UNKNOWN
+    cosine: float = UNKNOWN
 
 
 def _compare(
@@ -389,6 +397,9 @@ def _compare(
     """Accuracy of both files on the same images."""
     if not len(images):
         return _Accuracy(), _Accuracy()
+    if fp32.metadata.get("output") == FEATURES:
+        cosine = _mean_cosine(fp32, int8, images, on_image)
+        return _Accuracy(cosine=1.0), _Accuracy(cosine=cosine)
     known = labels_in(fp32.metadata)
     if labels is not None and known is not None and max(labels) >= len(known):
         raise ValueError(f"the images have labels up to {max(labels)}, the file has {len(known)} classes")
@@ -411,6 +422,20 @@ def _compare(
         return _Accuracy(first, _percent((fives == truth[:, None]).any(1)), lost, same)
 
     return accuracy(theirs), accuracy(ours)
+
+
+def _mean_cosine(
+    fp32: Session, int8: Session, images: Collection[np.ndarray] | Images, on_image: Callable[[], object]
+) -> float:
+    """Mean cosine of the features of both files."""
+    cosines: list[float] = []
+    for batch in _batches(images, fp32):
+        theirs, ours = (session(batch) for session in (fp32, int8))  # [B, C]
+        norms = np.linalg.norm(theirs, axis=1) * np.linalg.norm(ours, axis=1)
+        cosines += ((theirs * ours).sum(1) / norms.clip(1e-12)).tolist()
+        for _ in theirs:
+            on_image()
+    return round(float(np.mean(cosines)), 6)
 
 
 def _percent(of: np.ndarray) -> float:

@@ -14,6 +14,7 @@ import numpy as np
 from sima_attn._errors import check_installed, check_known, first_line
 
 PREFIX = "sima_attn."  # of our metadata keys
+LOGITS, FEATURES = "logits", "features"  # the first output of a file, and its metadata "output"
 
 
 class OnnxRuntime:
@@ -37,7 +38,11 @@ class OnnxRuntime:
 
     def __call__(self, images: np.ndarray) -> np.ndarray:
         """Run the model: input -> first output."""
-        return self.session.run(None, {self.input_name: images})[0]
+        return self.outputs(images)[0]
+
+    def outputs(self, images: np.ndarray) -> list[np.ndarray]:
+        """Run the model: input -> all outputs."""
+        return self.session.run(None, {self.input_name: images})
 
 
 class OpenVino:

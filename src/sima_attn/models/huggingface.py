@@ -9,35 +9,23 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
-from timm.data.constants import (
-    IMAGENET_DEFAULT_MEAN,
-    IMAGENET_DEFAULT_STD,
-    IMAGENET_INCEPTION_MEAN,
-    IMAGENET_INCEPTION_STD,
-    OPENAI_CLIP_MEAN,
-    OPENAI_CLIP_STD,
-)
+import torch
 from torch import Tensor, nn
 
-from sima_attn._files import atomic_write
 from sima_attn.conversion import convert
 from sima_attn.conversion.huggingface import core_of
 from sima_attn.conversion.placing import CONVERTED
+from sima_attn.models.image_processor import preprocessing_of, write_processor
 from sima_attn.models.preprocessing import Preprocessing
+from sima_attn.nn.eval_mode import eval_mode
 from sima_attn.nn.token_ref import tokens_at
 
-CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"  # in a folder of save_pretrained
-WHOLE_PROCESSOR = "processor_config.json"  # of a model for images and texts; has the image processor as an entry
-# Family -> mean and std that its models were published with; ImageNet's for the others.
-NORMALIZATION = {
-    "clip": (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD),
-    "siglip": (IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD),
-}
+CONFIG = "config.json"  # in a folder of save_pretrained
 TRANSFORMERS = "transformers"  # in the metadata of a run: what `describe` returns
-RESAMPLING = {2: "bilinear", 3: "bicubic"}  # as in PIL
 
 
 def is_folder(path: Path) -> bool:
@@ -57,9 +45,12 @@ class TimmInterface(nn.Module):
         super().__init__()
         self.network = model
         self.num_classes = model.config.num_labels if "ForImageClassification" in type(model).__name__ else 0
-        names = [str(model.config.id2label.get(k, k)) for k in range(self.num_classes)]
         self.feature_info = [{"reduction": getattr(self.encoder.config, "patch_size", 16)}]
-        self.pretrained_cfg = {**preprocessing.to_timm(), "architecture": type(model).__name__, "label_names": names}
+        self.pretrained_cfg = {
+            **preprocessing.to_timm(),
+            "architecture": type(model).__name__,
+            "label_names": _class_names(model.config, self.num_classes),
+        }
 
     @property
     def encoder(self) -> Any:
@@ -72,13 +63,37 @@ class TimmInterface(nn.Module):
         """The part of the model that runs: with a classifier all of it, otherwise the encoder."""
         return self.network if self.num_classes else self.encoder
 
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The layers of the encoder, first to last; none where it has stages."""
+        count = getattr(self.encoder.config, "num_hidden_layers", None)
+        lists = (one for one in self.encoder.modules() if isinstance(one, nn.ModuleList) and len(one) == count)
+        return list(next(lists, ()))
+
+    @property
+    def norm(self) -> nn.Module | None:
+        """The norm after the last layer."""
+        names = ("layernorm", "post_layernorm", "norm")
+        return next((getattr(self.encoder, name) for name in names if hasattr(self.encoder, name)), None)
+
+    @cached_property
+    def num_prefix_tokens(self) -> int:
+        """Number of tokens before those of the patches, by one forward: no attribute tells for all families."""
+        _, height, width = self.pretrained_cfg["input_size"]
+        patch = self.feature_info[0]["reduction"]
+        with eval_mode(self), torch.no_grad():
+            tokens, _ = self.tokens_and_logits(next(self.parameters()).new_zeros(1, 3, height, width))
+        return tokens.shape[1] - (height // patch) * (width // patch)
+
     def forward(self, images: Tensor) -> Tensor:
         """Images [B, 3, height, width] -> logits [B, K], or features [B, C]."""
+        return self._run(images).logits if self.num_classes else self.features_and_tokens(images)[0]
+
+    def features_and_tokens(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Features [B, C] and final tokens [B, N, C] of a model without a classifier."""
         output = self._run(images)
-        if self.num_classes:
-            return output.logits
         pooled = getattr(output, "pooler_output", None)
-        return output.last_hidden_state.mean(1) if pooled is None else pooled
+        return output.last_hidden_state.mean(1) if pooled is None else pooled, output.last_hidden_state
 
     def tokens_and_logits(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Final tokens [B, N, C] and logits [B, K], K = 0 without a classifier, in one forward."""
@@ -130,11 +145,6 @@ class TimmInterface(nn.Module):
         return self.used(images)
 
 
-def as_timm(model: Any) -> TimmInterface:
-    """A model of transformers with timm's interface, and the preprocessing that it knows; in float32."""
-    return TimmInterface(check_takes_images(model), preprocessing_of(model)).float()
-
-
 def convert_encoder(model: TimmInterface, attention: str) -> None:
     """Convert the attentions of the encoder. A pooling head after the final tokens keeps its softmax."""
     convert(model.used, attention, where=lambda path, module: not isinstance(module, nn.MultiheadAttention))
@@ -158,12 +168,14 @@ def load_folder(path: Path) -> TimmInterface:
     """The image model in a folder of `save_pretrained`, converted or not, in the class that was saved."""
     from sima_attn.conversion.saved import load_saved
 
-    model = load_saved(path)
-    return TimmInterface(check_takes_images(model), preprocessing_of(model, path))
+    return with_timm_interface(load_saved(path), path)
 
 
-def check_takes_images(model: Any) -> Any:
-    """The model; raises where no image alone is its input, or a timm model gives its tokens."""
+def with_timm_interface(model: Any, folder: Path | None = None) -> TimmInterface:
+    """A model of transformers with timm's interface and the image processor of its folder.
+
+    Raises ValueError where no image alone is its input, or a timm model gives its tokens.
+    """
     if hasattr(model, "timm_model"):
         raise ValueError(f"{type(model).__name__} holds a timm model; give that one, made by timm.create_model")
     encoder = getattr(model, "vision_model", model)
@@ -172,55 +184,13 @@ def check_takes_images(model: Any) -> Any:
             f"{type(model).__name__} takes {encoder.main_input_name!r}; an image model is needed, such as ViTModel, "
             "Dinov2Model, CLIPModel, or a model for image classification"
         )
-    return model
+    return TimmInterface(model, preprocessing_of(model, folder))
 
 
-def preprocessing_of(model: Any, folder: Path | None = None) -> Preprocessing:
-    """How a photo becomes the input of a model: from the image processor in a folder, or else from its configuration.
-
-    Without a processor the size is that of the configuration, mean and std are those of CLIP and SigLIP for these
-    families, and ImageNet's for the others.
-    """
-    config = getattr(model.config, "vision_config", model.config)
-    own = getattr(config, "image_size", 224)
-    size = own[0] if isinstance(own, list | tuple) else own
-    family = next((name for name in NORMALIZATION if config.model_type.startswith(name)), None)
-    mean, std = NORMALIZATION.get(family or "", (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD))
-    if folder is None:  # from_pretrained leaves here where a model is from
-        folder = Path(model.name_or_path) if model.name_or_path and Path(model.name_or_path).is_dir() else None
-    entries = {} if folder is None else _processor_entries(folder)
-    if not entries:
-        return Preprocessing(size, mean, std)
-    resized, crop = _side(entries.get("size")), _side(entries.get("crop_size"))
-    size = crop if crop and entries.get("do_center_crop") else resized or size
-    return Preprocessing(
-        size,
-        cast(Any, entries.get("image_mean", mean)),
-        cast(Any, entries.get("image_std", std)),
-        min(1.0, size / resized) if resized else 1.0,
-        RESAMPLING.get(entries.get("resample", 3), "bicubic"),
-    )
-
-
-def _processor_entries(folder: Path) -> Mapping[str, Any]:
-    for name, entry in ((PROCESSOR, None), (WHOLE_PROCESSOR, "image_processor")):
-        try:
-            entries = json.loads((folder / name).read_text())
-            entries = entries if entry is None else entries[entry]
-        except FileNotFoundError:
-            continue
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{folder / name} does not describe an image processor: {error}") from error
-        if isinstance(entries, dict):
-            return entries
-    return {}
-
-
-def _side(size: Any) -> int | None:
-    """The side in pixels, however an image processor writes it."""
-    if isinstance(size, Mapping):
-        size = size.get("shortest_edge") or size.get("height")
-    return size if isinstance(size, int) else None
+def _class_names(config: Any, count: int) -> list[str]:
+    """The names of the classes; none where they are transformers' placeholders, LABEL_0 and so on."""
+    names = [str(config.id2label.get(k, k)) for k in range(count)]
+    return [] if names == [f"LABEL_{k}" for k in range(count)] else names
 
 
 def save_folder(model: TimmInterface, folder: Path, preprocessing: Preprocessing) -> None:
@@ -229,22 +199,7 @@ def save_folder(model: TimmInterface, folder: Path, preprocessing: Preprocessing
 
     write_marks(model.network)  # attentions may have been put back since they were converted
     cast(Any, model.network).save_pretrained(folder)
-    side = {"height": preprocessing.size, "width": preprocessing.size}
-    entries = {
-        "image_processor_type": "CLIPImageProcessor",  # the one that resizes the shorter side and crops, as we do
-        "do_resize": True,
-        "size": {"shortest_edge": round(preprocessing.size / preprocessing.crop_ratio)},
-        "resample": next(number for number, name in RESAMPLING.items() if name == preprocessing.interpolation),
-        "do_center_crop": True,
-        "crop_size": side,
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": True,
-        "image_mean": list(preprocessing.mean),
-        "image_std": list(preprocessing.std),
-    }
-    with atomic_write(folder / PROCESSOR) as temporary:
-        temporary.write_text(json.dumps(entries, indent=2))
+    write_processor(preprocessing, folder)
 
 
 def describe(model: Any) -> dict[str, Any]:

@@ -15,17 +15,20 @@ if TYPE_CHECKING:
     from torch import nn
 
 MAX_SIZE = 2**13
+CROP_MODES = ("center", "squash")
 
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """Resize the shorter side to size / crop_ratio, crop the center, normalize.
+    """Resize the shorter side, or both of them, to size / crop_ratio, crop the center, normalize.
 
     Attributes:
         size: Side of the square input in pixels.
         mean, std: Of the channels, in [0, 1].
         crop_ratio: Share of the resized image that the center crop keeps.
         interpolation: bicubic or bilinear.
+        crop_mode: As in timm: "center" resizes the shorter side and crops the longer one, "squash" resizes both sides,
+            whatever the aspect ratio.
     """
 
     size: int
@@ -33,6 +36,7 @@ class Preprocessing:
     std: tuple[float, float, float]
     crop_ratio: float = 1.0
     interpolation: str = "bicubic"
+    crop_mode: str = "center"
 
     def __post_init__(self) -> None:
         if type(self.size) is not int or not 1 <= self.size <= MAX_SIZE:
@@ -43,6 +47,8 @@ class Preprocessing:
             raise ValueError(f"std must be above 0, got {self.std}")
         if self.interpolation not in ("bicubic", "bilinear"):
             raise ValueError(f"interpolation must be bicubic or bilinear, got {self.interpolation!r}")
+        if self.crop_mode not in CROP_MODES:
+            raise ValueError(f"crop_mode must be {' or '.join(CROP_MODES)}, got {self.crop_mode!r}")
         if not isinstance(self.crop_ratio, int | float) or not 0 < self.crop_ratio <= 1:
             raise ValueError(f"crop_ratio must lie in (0, 1], got {self.crop_ratio!r}")
         if self.size / self.crop_ratio > MAX_SIZE:
@@ -54,8 +60,20 @@ class Preprocessing:
         config: Mapping[str, Any] = getattr(model, "pretrained_cfg", None) or {}
         if "mean" not in config or not (size or config.get("input_size")):
             return None
-        crop_ratio, interpolation = config.get("crop_pct") or 1.0, config.get("interpolation") or "bicubic"
-        return cls(size or config["input_size"][-1], config["mean"], config["std"], crop_ratio, interpolation)
+        return cls(
+            size or config["input_size"][-1],
+            config["mean"],
+            config["std"],
+            config.get("crop_pct") or 1.0,
+            config.get("interpolation") or "bicubic",
+            # timm's third mode, "border", crops the center too, with a border where crop_pct is above 1.
+            "squash" if config.get("crop_mode") == "squash" else "center",
+        )
+
+    @property
+    def resized(self) -> int:
+        """The side in pixels to which images are resized before the crop, rounded down as timm does."""
+        return int(self.size / self.crop_ratio)
 
     def to_timm(self) -> dict[str, Any]:
         """As fields of timm's configuration of a model."""
@@ -65,6 +83,7 @@ class Preprocessing:
             "std": self.std,
             "crop_pct": self.crop_ratio,
             "interpolation": self.interpolation,
+            "crop_mode": self.crop_mode,
         }
 
     @classmethod

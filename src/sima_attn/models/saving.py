@@ -23,7 +23,8 @@ from sima_attn.models.building import (
     token_refs_of,
     without_sources,
 )
-from sima_attn.models.huggingface import CONFIG, TimmInterface, as_timm, save_folder
+from sima_attn.models.huggingface import CONFIG, TimmInterface, save_folder, with_timm_interface
+from sima_attn.models.image_processor import copy_processor
 from sima_attn.models.loading import LoadedModel, classes_of
 from sima_attn.models.preprocessing import Preprocessing
 from sima_attn.models.settings import ModelSettings
@@ -37,7 +38,7 @@ def save(model: nn.Module, folder: str | Path, *, model_kwargs: Mapping[str, Any
 
     A timm model becomes `weights.safetensors`, whose metadata has its name, its arguments and its converted attentions
     with their options. Before anything is written, the model is built again from them, and must give the same outputs.
-    A model of transformers is written by its `save_pretrained`.
+    A model of transformers is written by its `save_pretrained`, with the image processor that it was loaded with.
 
     Args:
         model: A model of timm, of this package or of transformers, such as one that `convert` has changed.
@@ -86,7 +87,7 @@ def describe(model: nn.Module, model_kwargs: Mapping[str, Any] | None = None) ->
 def copy_of(model: nn.Module, model_kwargs: Mapping[str, Any] | None = None) -> LoadedModel:
     """A copy of a model in memory, and what would be known about it if it were saved and loaded."""
     copied: Any = copy.deepcopy(model)
-    copied = as_timm(copied) if is_pretrained_model(copied) else copied
+    copied = with_timm_interface(copied).float() if is_pretrained_model(copied) else copied
     if isinstance(copied, TimmInterface):
         if model_kwargs:
             raise _not_timm(model_kwargs)
@@ -118,6 +119,7 @@ def _save_pretrained(model: Any, folder: Path) -> None:
 
     write_marks(model)
     model.save_pretrained(folder)
+    copy_processor(model, folder)
 
 
 def _settings_of(model: Any, kwargs: Mapping[str, Any] | None) -> ModelSettings:

@@ -92,7 +92,7 @@ class LayerFeatures(nn.Module):
         self.class_blocks = list(getattr(inner, "cls_attn_blocks", []))
         stages = getattr(inner, "stages", None)
         blocks = getattr(stages[-1] if stages else inner, "blocks", None)  # CvT's class token is in its last stage
-        if blocks is None:
+        if not blocks:
             raise ValueError(f"{type(model).__name__} has no list of blocks to read layers from; use --features output")
         self.blocks = list(blocks)
         self.prefix = 0 if self.class_blocks else getattr(inner, "num_prefix_tokens", 0)
@@ -225,9 +225,7 @@ def key_of(model: nn.Module, source: Source, data: Data, about: str = "") -> str
     # Settings that change the features and are neither in the repr nor in the weights.
     pools = [module.global_pool for module in model.modules() if hasattr(module, "global_pool")]
     layers = [getattr(model, name, None) for name in ("layers", "norm")] if isinstance(model, LayerFeatures) else []
-    digest.update(
-        repr((pools, layers, data.size, data.crop_ratio, data.interpolation, data.mean, data.std, about)).encode()
-    )
+    digest.update(repr((pools, layers, data.preprocessing, about)).encode())
     digest.update(f"reader {READER_VERSION}".encode())
     digest.update(source_fingerprint(source))
     return digest.hexdigest()[:24]

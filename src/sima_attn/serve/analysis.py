@@ -5,7 +5,7 @@ Shapes: K classes; maps are lists of rows.
 
 import copy
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,11 +15,13 @@ from torch import Tensor, nn
 
 from sima_attn.auditing import audit
 from sima_attn.conversion import convert
-from sima_attn.explain.answer import answer, prepare
+from sima_attn.conversion.huggingface import AttentionCore
+from sima_attn.explain.answer import Answer, answer, prepare
 from sima_attn.explain.effects import effect_scores
 from sima_attn.explain.maps import unit_range
 from sima_attn.explain.photo_model import PhotoModel
 from sima_attn.explain.reading import Layer, Reading, read_attention
+from sima_attn.models.huggingface import TimmInterface
 from sima_attn.nn.attention import SimAttention
 from sima_attn.nn.local_values import LocalAttention
 from sima_attn.report.timing import time_interleaved
@@ -142,8 +144,8 @@ class Analyzer:
         return Prepared(prepare(self.photo_model, photo), shrink(photo))
 
     def analyse(self, photo: Prepared, size: int | None = None) -> Analysis:
-        """The five most probable classes, and the maps of all layers."""
-        found = answer(self.photo_model, photo.image)
+        """The five most probable classes, none for a model of features, and the maps of all layers."""
+        found = answer(self.photo_model, photo.image) if self.photo_model.has_classes else Answer([], unsure=False)
         guesses = [Guess(name, round(probability, 5)) for name, probability in found.classes]
         reading, (height, width) = self._read(photo.whole, size)
         layers = [LayerMaps(one.path, _map(one, "q"), _map(one, "k")) for one in reading.layers]
@@ -197,7 +199,7 @@ class Analyzer:
             return model, softmax_twin(model)
         other = copy.deepcopy(model)
         try:
-            convert(other, "sima")
+            convert(other.used if isinstance(other, TimmInterface) else other, "sima")
         except ValueError:
             text = f"{self.photo_model.name} cannot be converted to SimA, so there is nothing to compare"
             raise Refusal(422, text) from None
@@ -213,11 +215,13 @@ class SoftmaxCore(nn.Module):
 
     def forward(self, *tokens: Any, **masks: Any) -> Tensor:
         """Tokens (CvT: and their grid) -> tokens [B, N, C]."""
-        q, k, v = self.attention.split(*tokens)
-        o = F.scaled_dot_product_attention(q, k, v, **masks)  # [B, H, N, D]
-        if isinstance(self.attention, LocalAttention):
-            o = o + self.attention.local(v)
-        return self.attention.join(o)
+        return self.attention.join(softmax_core(self.attention, *self.attention.split(*tokens), **masks))
+
+
+def softmax_core(attention: SimAttention, q: Tensor, k: Tensor, v: Tensor, **masks: Any) -> Tensor:
+    """q, k, v [B, H, N, D] -> o [B, H, N, D] by softmax, with the local branch of the attention, if it has one."""
+    o = F.scaled_dot_product_attention(q, k, v, **masks)
+    return o + attention.local(v) if isinstance(attention, LocalAttention) else o
 
 
 def softmax_twin(model: nn.Module) -> nn.Module:
@@ -225,7 +229,9 @@ def softmax_twin(model: nn.Module) -> nn.Module:
     twin = copy.deepcopy(model)
     for parent in list(twin.modules()):
         for name, child in parent.named_children():
-            if isinstance(child, SimAttention):
+            if isinstance(child, AttentionCore):  # of transformers, without projections
+                child.core = partial(softmax_core, child)  # type: ignore[assignment, arg-type]
+            elif isinstance(child, SimAttention):
                 setattr(parent, name, SoftmaxCore(child))
     return twin.eval()
 

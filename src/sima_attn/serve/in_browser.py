@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from sima_attn.export.runtimes import labels_in, open_model, unsure_below_in
+from sima_attn.export.runtimes import FEATURES, labels_in, open_model, unsure_below_in
 from sima_attn.models.preprocessing import Preprocessing
 from sima_attn.serve.limits import Refusal
 
@@ -71,6 +71,8 @@ def browser_model(path: Path) -> BrowserModel:
     metadata = open_model(path).metadata
     if "preprocessing" not in metadata:
         raise ValueError(f"{path} does not say how its images are prepared: write it with `sima export`")
+    if metadata.get("output") == FEATURES:
+        raise ValueError(f"{path} gives features, and the page shows classes: export a model with a classifier")
     try:
         how = Preprocessing.from_json(metadata["preprocessing"])
         classes, unsure_below = labels_in(metadata), unsure_below_in(metadata)

@@ -102,6 +102,7 @@ def evaluate(
 
     `token_ref` makes up for the shrinking of SimA's output at another number of tokens than at the training size.
     """
+    loaded.check_has_classes()
     trained = Data.of_model(loaded)
     source = open_trained_split(trained, split, data)
     settings = replace(

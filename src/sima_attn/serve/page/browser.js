@@ -51,11 +51,12 @@ function resizeAndTranspose({ data, width, height }, to, filter) {
 // round(excess / 2), half to even: the offset of torchvision's center crop.
 const middle = (excess) => Math.floor((excess + (Math.floor(excess / 2) % 2)) / 2);
 
-// RGB bytes -> [3, size, size]: shorter side resized to size / crop_ratio, center crop, normalized.
-function prepare(photo, { size, crop_ratio, interpolation, mean, std }) {
+// RGB bytes -> [3, size, size]: resized to size / crop_ratio, center crop, normalized.
+function prepare(photo, { size, crop_ratio, crop_mode, interpolation, mean, std }) {
   const shorter = Math.floor(size / crop_ratio), { width, height } = photo;
-  const columns = Math.max(shorter, Math.floor((shorter * width) / height));
-  const rows = Math.max(shorter, Math.floor((shorter * height) / width));
+  const squash = crop_mode === "squash"; // both sides resized, whatever the aspect ratio
+  const columns = squash ? shorter : Math.max(shorter, Math.floor((shorter * width) / height));
+  const rows = squash ? shorter : Math.max(shorter, Math.floor((shorter * height) / width));
   const filter = FILTERS[interpolation];
   const resized = resizeAndTranspose(resizeAndTranspose(photo, columns, filter), rows, filter);
   const left = middle(columns - size), top = middle(rows - size);
