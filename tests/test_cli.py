@@ -6,11 +6,14 @@ import re
 import subprocess
 import sys
 import tomllib
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from typing import Annotated
 from unittest.mock import Mock
 
 import pytest
+import timm
 import torch
 import typer
 from packaging.requirements import Requirement
@@ -18,7 +21,10 @@ from typer.testing import CliRunner
 
 from sima_attn import __version__, cli
 from sima_attn.bench import cpu, demo, edge
+from sima_attn.cli import _options as option
 from sima_attn.cli import doctor
+from sima_attn.models.names import takes_attention
+from sima_attn.nn import ATTENTIONS
 from sima_attn.ops import api
 from sima_attn.report.figures import check_can_plot
 
@@ -49,18 +55,62 @@ def test_without_arguments_it_shows_every_command_under_a_theme():
     assert output.index("demo") < output.index("Train") < output.index("bench")
 
 
-def test_help_needs_neither_torch_nor_matplotlib():
-    """What keeps `sima --help` under a second."""
+@pytest.mark.parametrize("arguments", [["--help"], ["models", "vit"]], ids=" ".join)
+def test_help_and_names_need_neither_torch_nor_matplotlib(arguments):
+    """What keeps these commands under a second."""
     code = (
         "import sys\n"
         "from typer.testing import CliRunner\n"
         "from sima_attn.cli import app\n"
-        "assert CliRunner().invoke(app, ['--help']).exit_code == 0\n"
+        f"assert CliRunner().invoke(app, {arguments}).exit_code == 0\n"
         "heavy = {'torch', 'timm', 'matplotlib', 'numpy'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def listed(*arguments):
+    return [line.split()[0] for line in runner.invoke(cli.app, ["models", *arguments]).stdout.splitlines()]
+
+
+def test_models_lists_the_names_that_timm_knows_and_filters_them():
+    """All of them: those of timm are read from its source."""
+    registered = {*timm.list_models()}
+    assert {*listed("*")} == registered
+    ours = {name for name in registered if name.startswith("sima_")}
+    assert {*listed()} == {*listed("sima_*")} == ours
+    assert listed("--family", "sima_cvt") == ["sima_cvt_13", "sima_cvt_21"]
+    assert listed("xcit_tiny", "--family", "xcit") == [n for n in listed("xcit_tiny") if not n.startswith("sima_")]
+    for attention, rejected in {"softmax": set(), "linformer": {"sima_cvt_13", "sima_cvt_21"}}.items():
+        assert {*listed("--attention", attention)} == ours - rejected
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("name", ["sima_deit_tiny_patch16_224", "sima_cvt_13", "sima_xcit_nano_12_p16_224"])
+def test_models_knows_which_model_takes_which_attention(name, attention):
+    small = {"depths": (1, 1, 1)} if "cvt" in name else {"depth": 1}
+    with torch.device("meta"), suppress(ValueError):
+        timm.create_model(name, attention=attention, **small)
+        assert takes_attention(name, attention)
+        return
+    assert not takes_attention(name, attention)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["resnot50"], r"no name of a model fits.*did you mean .*resnet50"),
+        (["--family", "deti"], r"unknown family 'deti'.*'deit'"),
+        (["--attention", "smia"], "unknown attention 'smia'"),
+        (["--out", "names"], "--out applies only with --paper"),
+        (["vit", "--paper"], "omit the pattern"),
+    ],
+)
+def test_models_says_which_filter_is_wrong(arguments, message):
+    result = runner.invoke(cli.app, ["models", *arguments])
+    assert isinstance(result.exception, ValueError)
+    assert re.search(message, str(result.exception))
 
 
 def test_demo_compares_the_twins_and_ends_with_photos(tmp_path, monkeypatch):
@@ -111,6 +161,62 @@ def test_nothing_is_written_outside_runs_unless_it_is_asked_for():
     }
     assert len(defaults) > 10
     assert {key: path for key, path in defaults.items() if path.parts[0] != "runs"} == {}
+
+
+def test_the_model_is_named_by_the_same_option_in_every_command():
+    """A MODEL argument is short for it, and no other word stands for a model."""
+    words = {"run", "checkpoint", "run_or_model", "name_or_file", "file_or_run"}
+    about = [name for name, command in commands() if any(p.metavar == "MODEL" for p in command.params)]
+    assert {"sima audit", "sima eval", "sima export", "sima finetune", "sima quantize", "sima detect eval"} <= {*about}
+    for name, command in commands():
+        options = {option for parameter in command.params for option in parameter.opts}
+        assert not words & {str(parameter.metavar or parameter.name).lower() for parameter in command.params}, name
+        assert "--model" in options or name not in about
+
+
+def test_a_model_may_be_an_argument_or_an_option_but_not_both(monkeypatch):
+    given = []
+    monkeypatch.setattr("sima_attn.auditing.model.audit_named", lambda name, size: given.append(name) or 1 / 0)
+    for arguments in (["one"], ["--model", "one"], []):
+        assert isinstance(runner.invoke(cli.app, ["audit", *arguments]).exception, ZeroDivisionError)
+    assert given == ["one", "one", "sima_xcit_mini_p4_64_relu"]
+    result = runner.invoke(cli.app, ["audit", "one", "--model", "two"])
+    assert "the model is given twice, as one and as --model two" in str(result.exception)
+    assert "no model was given" in str(runner.invoke(cli.app, ["quantize", "--data", "digits"]).exception)
+
+
+def test_what_is_written_is_a_file_with_its_extension_or_a_folder():
+    """`--out` says which: FILE or FOLDER."""
+    for name, command in commands():
+        for parameter in command.params:
+            assert parameter.name != "out" or parameter.metavar in ("FILE", "FOLDER"), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "written"),
+    [
+        ("csv", "rows", "rows.csv"),
+        ("csv", "rows.CSV", "rows.CSV"),
+        ("png", "map.v2", "map.v2.png"),
+        ("png", "map.pdf", "map.pdf"),
+        ("onnx", "folder/model", "folder/model.onnx"),
+    ],
+)
+def test_a_missing_extension_is_added(kind, given, written):
+    app = typer.Typer()
+    seen = []
+
+    @app.command()
+    def command(out: Annotated[Path | None, option.file(kind, "What is written.")] = None) -> None:
+        seen.append(out)
+
+    assert runner.invoke(app, ["--out", given]).exit_code == runner.invoke(app).exit_code == 0
+    assert seen == [Path(written), None]
+
+
+def test_a_folder_that_is_named_like_a_file_is_refused():
+    result = runner.invoke(cli.app, ["heatmap", "photo.jpg", "--out", "map.png"])
+    assert "--out is a folder for this command, got map.png: omit the .png" in str(result.exception)
 
 
 def test_no_path_of_the_clone_is_built_into_the_package():

@@ -71,9 +71,10 @@ def print_classes(title: str, classes: list[tuple[str, float]]) -> None:
 
 
 @app.command("ship")
+@option.takes_model
 def ship_command(
-    run: Annotated[Path, Argument(help="Folder of a run of `sima train`.")],
-    name: Annotated[str | None, Argument(help="Model to pretrain.", show_default="the run's model")] = None,
+    model: Annotated[str, Option(help="Folder of a run of `sima train`.")],
+    name: Annotated[str | None, Option(help="Model to pretrain.", show_default="the run's model")] = None,
     data: Annotated[str | None, Option(help="Folder of the images. Default: the run's.")] = None,
     ema: Annotated[bool | None, Option("--ema/--no-ema", help="The average weights. Default: if kept.")] = None,
     terms: Annotated[str, Option(help="What the weights may be used for.")] = RESEARCH,
@@ -90,6 +91,7 @@ def ship_command(
     from sima_attn.train.run import RunFolder
 
     device = resolve_device(device)
+    run = Path(model)
     recipe = RunFolder(run).read_recipe()
     branch = "ema" if (recipe.run.ema is not None if ema is None else ema) else None
     shipped = weights_of_run(run, branch=branch)

@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 from typer import Option
 
+from sima_attn.cli import _options as option
 from sima_attn.cli._shared import console, print_table
 from sima_attn.report.figures import check_can_plot
 from sima_attn.report.rows import write_rows
@@ -20,7 +21,7 @@ DRAWN = "chelsea"
 
 @app.command()
 def demo(
-    out: Annotated[Path, Option(help="Folder for the runs, rows and figures.")] = Path("runs/demo"),
+    out: Annotated[Path, option.folder("Folder for the runs, rows and figures.")] = Path("runs/demo"),
     attentions: Annotated[
         bool, Option("--attentions", help="Compare all attentions instead: parity, exp(), MACs, speed.")
     ] = False,

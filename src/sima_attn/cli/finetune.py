@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from typer import Argument, Option
+from typer import Option
 
 from sima_attn.cli import _options as option
 from sima_attn.cli._shared import console, teller
@@ -15,20 +15,18 @@ app = typer.Typer()
 
 
 @app.command("finetune")
+@option.takes_model
 def finetune_command(
-    model: Annotated[
-        str | None,
-        Argument(metavar="MODEL", help="A timm name, NAME=WEIGHTS, a folder or a file.", show_default="the package's"),
-    ] = None,
+    model: option.Model = None,
     data: Annotated[str | None, Option(help="Folder of images, CLASS/*.jpg; or digits.")] = None,
-    out: Annotated[Path, Option(help="Folder of the run.")] = Path("runs/finetune"),
+    out: Annotated[Path, option.folder("Folder of the run.")] = Path("runs/finetune"),
     attention: Annotated[
         str | None, Option(help="Build the model with this attention, e.g. sima.", show_default="the model's")
     ] = None,
     pretrained: Annotated[
         bool, Option("--pretrained", help="Download the weights that timm knows for the name.")
     ] = False,
-    weights: Annotated[Path | None, Option(help="File of weights for the name: .safetensors or .pth.")] = None,
+    weights: option.Weights = None,
     epochs: Annotated[int | None, Option(help="Default: by the number of images.", min=1)] = None,
     batch: Annotated[int | None, Option(help="Images per step. Default: by their number.", min=1)] = None,
     size: Annotated[int | None, Option(help="Side of the images. Default: the model's.", min=1)] = None,

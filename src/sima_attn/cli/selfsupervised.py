@@ -38,7 +38,7 @@ DtypeOption = Annotated[str, Option(help="dtype of the stored features: float16 
 def dino_command(
     recipe: Annotated[str | None, Option(help="Name of a recipe, see `sima recipes`. Default: digits.")] = None,
     data: option.Data = None,
-    out: Annotated[Path | None, Option(help="Folder of the run.", show_default="runs/dino-RECIPE")] = None,
+    out: Annotated[Path | None, option.folder("Folder of the run.", show_default="runs/dino-RECIPE")] = None,
     overrides: option.Settings = None,
     resume: option.Resume = False,
     device: option.Device = "auto",
@@ -60,8 +60,9 @@ def dino_command(
 
 
 @app.command("knn")
+@option.takes_model
 def knn_command(
-    model: option.RunOrModel = DEFAULT_RUN,
+    model: option.ModelOrRun = DEFAULT_RUN,
     data: option.DataOfRun = None,
     k: Annotated[
         list[int] | None, Option("-k", help="Neighbours; repeat for several.", min=1, show_default="10, 20, 100, 200")
@@ -69,10 +70,10 @@ def knn_command(
     temperature: Annotated[float, Option(help="Temperature T of the weights exp(cosine / T).")] = 0.07,
     size: SizeOption = None,
     branch: BranchOption = "teacher",
-    picture: Annotated[Path | None, Option(help="PNG of the nearest neighbours of six val images.")] = None,
-    map_: Annotated[Path | None, Option("--map", help="PNG of the val features of ten classes.")] = None,
+    picture: Annotated[Path | None, option.file("png", "Picture of the nearest neighbours of six val images.")] = None,
+    map_: Annotated[Path | None, option.file("png", "Picture of the val features of ten classes.", "--map")] = None,
     method: Annotated[str, Option("--map-method", help="pca, or tsne (scikit-learn).")] = "pca",
-    out: Annotated[Path | None, Option(help="CSV file for the rows.")] = None,
+    out: Annotated[Path | None, option.file("csv", "CSV file for the rows.")] = None,
     cache: CacheOption = None,
     dtype: DtypeOption = "float16",
     batch: option.BatchSize = 256,
@@ -116,8 +117,9 @@ def knn_command(
 
 
 @app.command("linear")
+@option.takes_model
 def linear_command(
-    model: option.RunOrModel = DEFAULT_RUN,
+    model: option.ModelOrRun = DEFAULT_RUN,
     data: option.DataOfRun = None,
     features: Annotated[str, Option(help="layers (tokens of the last ones, as in the paper) or output.")] = "layers",
     layers: Annotated[int | None, Option(help="Number of layers.", show_default="2 in XCiT, 4 elsewhere")] = None,
@@ -130,7 +132,7 @@ def linear_command(
     seed: Annotated[int, Option(help="Seed of the classifier's initial weights and order.", min=0)] = 0,
     size: SizeOption = None,
     branch: BranchOption = "teacher",
-    out: Annotated[Path | None, Option(help="CSV file with one row every ten epochs.")] = None,
+    out: Annotated[Path | None, option.file("csv", "CSV file with one row every ten epochs.")] = None,
     cache: CacheOption = None,
     dtype: DtypeOption = "float16",
     batch: option.BatchSize = 256,

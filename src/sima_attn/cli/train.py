@@ -95,8 +95,9 @@ def train_command(
 
 
 @app.command("eval")
+@option.takes_model
 def eval_command(
-    model: option.RunOrModel,
+    model: option.Model = None,
     data: option.DataOfRun = None,
     size: Annotated[
         list[int] | None, Option(help="Image side in pixels; repeat for several. Default: the training size.", min=1)
@@ -106,13 +107,11 @@ def eval_command(
         Option("--token-ref/--no-token-ref", help="Compensate for other sizes. Default: both, if they differ."),
     ] = None,
     ema: Annotated[bool, Option("--ema", help="Evaluate the average weights of a checkpoint.")] = False,
-    out: Annotated[
-        Path | None, Option(help="CSV file with one row per class, for the last size.", dir_okay=False)
-    ] = None,
+    out: Annotated[Path | None, option.file("csv", "CSV file with one row per class, for the last size.")] = None,
     confusion: Annotated[
-        Path | None, Option(help="CSV file with the confusion matrix, for the last size.", dir_okay=False)
+        Path | None, option.file("csv", "CSV file with the confusion matrix, for the last size.")
     ] = None,
-    rows: Annotated[Path | None, Option(help="CSV file with one row per size.", dir_okay=False)] = None,
+    rows: Annotated[Path | None, option.file("csv", "CSV file with one row per size.")] = None,
     batch: option.BatchSize = 256,
     workers: option.Workers = None,
     device: option.Device = "auto",
@@ -126,7 +125,7 @@ def eval_command(
     loaded = load_model(model, branch="ema" if ema else None)
     trained = Data.of_model(loaded)
     if data is None and not trained.path:
-        raise ValueError(f"{model} is a registered model: give the images to evaluate it on with --data")
+        raise ValueError(f"{loaded.name} is a registered model: give the images to evaluate it on with --data")
     has_sima = any(hasattr(module, "token_ref") for module in loaded.model.modules())
     say = teller()
     results = []
@@ -141,9 +140,9 @@ def eval_command(
         for r in results
     ]
     table = TextTable(["px", "token_ref", "top-1", "top-5", "loss", "images"], lines)
-    print_table(table, title=escape(model))
+    print_table(table, title=escape(model or loaded.name))
     if not loaded.trained:
-        say(f"{model} has no trained weights: this is the accuracy of random ones")
+        say(f"{loaded.name} has no trained weights: this is the accuracy of random ones")
     last = results[-1]
     if len(last.rows) <= MOST_SHOWN:
         names = [escape(row.name) for row in last.rows]
@@ -160,7 +159,7 @@ def eval_command(
         last.write_confusion(confusion)
         say(f"Confusions: {confusion}")
     if rows is not None:
-        write_rows(rows, [result.as_row(Path(model).name, processor_name(device)) for result in results])
+        write_rows(rows, [result.as_row(loaded.name, processor_name(device)) for result in results])
         say(f"Rows: {rows}")
 
 

@@ -128,7 +128,7 @@ def _teacher(model: nn.Module | str | Path, weights: str | Path | None, pretrain
     if not loaded.trained:
         raise ValueError(
             f"{model} has random weights, from which there is nothing to learn; give trained ones with --pretrained or "
-            "--weights, or the folder of a run"
+            "--weights FILE, or the folder of a run"
         )
     return loaded
 
