@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -19,7 +20,8 @@ import typer
 from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
-from sima_attn import __version__, cli
+from sima_attn import __version__, _install, cli
+from sima_attn._install import install_command
 from sima_attn.bench import cpu, demo, edge
 from sima_attn.cli import _options as option
 from sima_attn.cli import doctor
@@ -306,7 +308,7 @@ def test_no_message_wraps_however_long_a_path_is(tmp_path, started):
 
 def test_a_missing_matplotlib_is_named_before_the_run(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ValueError, match=r"pip install 'sima-attn\[plots\]'"):
+    with pytest.raises(ValueError, match=re.escape(install_command("plots"))):
         check_can_plot()
 
 
@@ -389,11 +391,47 @@ def test_a_missing_extra_is_named_with_its_command_and_a_wrong_version_is_a_prob
     monkeypatch.setattr(metadata, "version", version)
     found = {package.name: package for package in doctor.installed_packages()}
     assert found["openvino"].verdict == "missing"
-    assert doctor.install_command(found["openvino"].extras) == "pip install -U 'sima-attn[openvino]'"
+    assert doctor.how_to_install(found["openvino"].extras) == install_command("openvino")
     assert found["timm"].verdict == "wrong version"
     output = sima("doctor", code=1)
     assert "Problem: timm 0.9, but sima-attn needs timm" in output
     assert "openvino missing" in output
+
+
+@pytest.mark.parametrize(
+    ("origin", "with_extra", "alone"),
+    [
+        (None, "pip install 'sima-attn[hf]'", "pip install sima-attn"),
+        (
+            {"url": "file:///a%20b/sima", "dir_info": {"editable": True}},
+            "pip install -e '/a b/sima[hf]'",
+            "pip install -e '/a b/sima'",
+        ),
+        ({"url": "file:///src", "dir_info": {}}, "pip install '/src[hf]'", "pip install /src"),
+        (
+            {"url": "file:///s.whl", "archive_info": {}},
+            "pip install 'sima-attn[hf] @ file:///s.whl'",
+            "pip install 'sima-attn @ file:///s.whl'",
+        ),
+    ],
+    ids=["by name", "editable", "folder", "wheel"],
+)
+def test_an_extra_is_installed_from_where_the_package_came_from(monkeypatch, origin, with_extra, alone):
+    """Before the package is published its name is not known to pip."""
+    installed = Mock(**{"read_text.return_value": origin and json.dumps(origin)})
+    monkeypatch.setattr(_install, "distribution", lambda name: installed)
+    monkeypatch.setattr(_install, "find_spec", lambda name: "pip")
+    assert (install_command("hf"), install_command()) == (with_extra, alone)
+    monkeypatch.setattr(_install, "find_spec", lambda name: None)
+    monkeypatch.setattr(_install, "which", lambda name: "uv")
+    assert install_command() == f"uv {alone}"
+    monkeypatch.setattr(_install, "which", lambda name: None)
+    assert shlex.split(install_command())[:4] == ["pip", "--python", sys.executable, "install"]
+
+
+def test_a_source_tree_that_is_not_installed_is_installed_as_one(monkeypatch):
+    monkeypatch.setattr(_install, "distribution", Mock(side_effect=PackageNotFoundError))
+    assert shlex.split(install_command("hf"))[-1] == f"{RESULTS.parents[1]}[hf]"
 
 
 def test_the_doctor_knows_every_extra():
