@@ -12,7 +12,7 @@ from typer import Argument, Option
 from sima_attn._devices import resolve_device
 from sima_attn._settings import to_dict
 from sima_attn.cli import _options as option
-from sima_attn.cli._shared import console, teller
+from sima_attn.cli._shared import console, progress_bar, step_callback, teller
 from sima_attn.data.images import find_photos, open_photos
 
 if TYPE_CHECKING:
@@ -30,21 +30,35 @@ RESEARCH = "Trained on images from ImageNet: for non-commercial research and edu
 def classify_command(
     photos: Annotated[list[str], Argument(metavar="PHOTO...", help="Photos, folders of them, or patterns.")],
     model: option.Model = None,
+    data: option.Reference = None,
     top: Annotated[int, Option(help="Number of classes to show.", min=1)] = 5,
     device: option.Device = "cpu",
 ) -> None:
     """Classify photos: the most likely classes of each. Photos that cannot be read are reported and skipped."""
     device = resolve_device(device)
     files = find_photos(photos)
-    from sima_attn.models.loading import load_model
-
-    loaded = load_model(model, device=device)
+    loaded = load_classifier(model, data, device)
     if not loaded.trained:
         raise ValueError(
             f"{loaded.name} has no trained weights: train a model with `sima train` and give its folder with --model"
         )
     for path, photo in open_photos(files, say=teller()):
         print_classes(path.name, top_classes(loaded, photo, top))
+
+
+def load_classifier(model: str | None, data: str | None, device: str) -> LoadedModel:
+    """A model with classes: its own or, with `data` or for a model of features, by the nearest labelled images."""
+    from sima_attn.models.loading import load_model
+    from sima_attn.probe.features import feature_folder
+    from sima_attn.probe.knn_classifier import knn_classifier
+
+    loaded = load_model(model, features=True if data else None, device=device)
+    if loaded.has_classes:
+        return loaded
+    with progress_bar() as bar:
+        on_step = step_callback(bar, "features of the labelled images")
+        say = teller(bar.console)
+        return knn_classifier(loaded, data, feature_folder(model), device=device, say=say, on_step=on_step)
 
 
 def top_classes(loaded: LoadedModel, photo: Image, count: int) -> list[tuple[str, float]]:

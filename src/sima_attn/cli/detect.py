@@ -11,6 +11,7 @@ from sima_attn import _errors
 from sima_attn._devices import resolve_device
 from sima_attn.cli import _options as option
 from sima_attn.cli import bench
+from sima_attn.cli._next import after_detector
 from sima_attn.cli._shared import console, print_recipes, print_table, progress_bar, step_callback, teller
 from sima_attn.cli.train import check_installed, resolved, say_finished
 from sima_attn.data.images import find_photos
@@ -50,7 +51,7 @@ def train_command(
     from sima_attn.detect.task import train_detector  # slow to import: after the settings are checked
 
     finished = train_detector(chosen, folder, resume=resume, device=device)
-    say_finished(finished, folder, "(weights.safetensors, eval.csv)", ".1f")
+    say_finished(finished, folder, "(weights.safetensors, eval.csv)", ".1f", commands=after_detector)
 
 
 @app.command("eval")

@@ -9,6 +9,7 @@ from typer import Argument, Option
 
 from sima_attn._devices import resolve_device
 from sima_attn.cli import _options as option
+from sima_attn.cli._next import after_heatmap, say_next
 from sima_attn.cli._shared import console, note, print_table, progress_bar, teller
 from sima_attn.data.images import find_photos, open_photos, unique_name
 from sima_attn.report.figures import check_can_plot
@@ -62,6 +63,7 @@ def heatmap_command(
             on_photo=lambda path: progress.update(task, advance=1, description=path.name),
         )
     _say_written(written)
+    say_next(after_heatmap(files[0], model, layer))
 
 
 @group.command("effect")

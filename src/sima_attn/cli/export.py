@@ -9,6 +9,7 @@ from rich.console import Console
 from typer import Option
 
 from sima_attn.cli import _options as option
+from sima_attn.cli._next import after_export, after_quantize, say_next
 from sima_attn.cli._shared import console, print_table, progress_bar, teller
 from sima_attn.data.images import find_photos, open_photos
 from sima_attn.report.rows import read_rows, write_rows
@@ -43,7 +44,9 @@ def export_command(
     if model is not None and is_detector(model):
         given = {"--weights": weights, "--pretrained": pretrained, "--dynamic": dynamic, "--labels": labels}
         given |= {"--preprocess": preprocess, "--order": order != "auto", "--fail-on-exp": fail_on_exp}
-        _export_detector(model, out or _default_file(model, model), size, data, [name for name, value in given.items() if value])
+        _export_detector(
+            model, out or _default_file(model, model), size, data, [name for name, value in given.items() if value]
+        )
         return
     with Console(stderr=True).status("exporting"):
         from sima_attn.export.onnx import check_installed, export_onnx
@@ -51,7 +54,7 @@ def export_command(
         check_installed()
         from sima_attn.models.loading import load_model
 
-        loaded = load_model(model, weights=weights, pretrained=pretrained or None)
+        loaded = load_model(model, weights=weights, pretrained=pretrained or None, features=None)
         prepare = replace(loaded.preprocessing, size=size or loaded.preprocessing.size)
         report = export_onnx(
             loaded.model,
@@ -71,6 +74,7 @@ def export_command(
     for fact in [*facts, f"weights: {used or ('pretrained' if loaded.trained else 'random')}"]:
         console.print(fact)
     console.print(f"[bold]{last}[/bold]")
+    say_next(after_export(report.path, loaded.about))
 
 
 def _export_detector(run: str, out: Path, size: int | None, data: Path | None, others: list[str]) -> None:
@@ -124,6 +128,7 @@ def quantize_command(
             read_metadata(name)  # raises for a wrong file before the others are quantized
     kept = read_rows(rows, FileRow) if rows is not None and rows.exists() else []
     found: list[FileRow] = []
+    written: list[Path] = []
     with progress_bar() as progress:
         for name in model:
             task = progress.add_task(Path(name).name, total=None)
@@ -132,9 +137,10 @@ def quantize_command(
             training = open_images(data, metadata, split="train", most=calibrate)
             val = open_images(data, metadata, split="val", most=compare, seed=1)
             progress.update(task, total=len(training) + len(val))
+            written.append(out or file.with_suffix(".int8.onnx"))
             found += quantize_onnx(
                 file,
-                out or file.with_suffix(".int8.onnx"),
+                written[-1],
                 training,
                 compare_images=val,
                 compare_labels=val.labels,
@@ -148,6 +154,7 @@ def quantize_command(
     print_table(quantize_table(found), title=f"int8 against float32, ranges from {found[-1].calibration_images} images")
     if rows is not None:
         console.print(f"Rows: {rows}")
+    say_next(after_quantize(written))
 
 
 def _default_file(model: str | Path | None, name: str) -> Path:
@@ -161,7 +168,7 @@ def _exported_run(folder: Path) -> Path:
     from sima_attn.export.onnx import export_onnx
     from sima_attn.models.loading import load_model
 
-    loaded = load_model(folder)
+    loaded = load_model(folder, features=None)
     path = _default_file(folder, loaded.name)
     export_onnx(loaded.model, path, input_size=loaded.preprocessing.size, dynamic=("batch",), name=loaded.name)
     return path

@@ -8,6 +8,7 @@ import typer
 from typer import Option
 
 from sima_attn.cli import _options as option
+from sima_attn.cli._next import after_run, say_next
 from sima_attn.cli._shared import console, teller
 from sima_attn.cli.train import check_installed
 
@@ -64,6 +65,5 @@ def finetune_command(
     numbers = ", ".join(f"{name} {value:.4g}" for name, value in done.metrics.items())
     when = f"after epoch {done.epoch:g}" if done.epoch else "at the start, which no epoch has improved"
     console.print(f"[bold]{numbers}[/bold] {when}; {done.summary.seconds:.0f} s")
-    say = teller()
-    say(f"Run: {out} (these weights, eval.csv, learning_curve.png)")
-    say(f"Next: sima eval {out}, sima classify --model {out} photo.jpg, sima export {out} --out model.onnx")
+    teller()(f"Run: {out} (these weights, eval.csv, learning_curve.png)")
+    say_next(after_run(out, done.metrics))

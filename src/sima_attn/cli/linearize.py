@@ -8,6 +8,7 @@ import typer
 from typer import Option
 
 from sima_attn.cli import _options as option
+from sima_attn.cli._next import after_linearize, say_next
 from sima_attn.cli._shared import console, print_table
 from sima_attn.cli.train import check_installed
 
@@ -68,4 +69,4 @@ def linearize_command(
     print_table(block_table(done), title="relative error of each attention, given the teacher's input")
     console.print(f"[bold]{summary_of(done)}[/bold]")
     console.print(f"Run: {out} (weights.safetensors, report.md, features.png, learning_curve.png, rows as CSV)")
-    console.print(f"Next: sima audit {out}, sima export {out}, sima eval {out} --data FOLDER")
+    say_next(after_linearize(out, done.metrics))

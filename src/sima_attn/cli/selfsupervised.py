@@ -11,6 +11,7 @@ from sima_attn._devices import resolve_device
 from sima_attn._errors import check_known
 from sima_attn._settings import PositiveFloat, check_value
 from sima_attn.cli import _options as option
+from sima_attn.cli._next import after_knn, say_next
 from sima_attn.cli._shared import console, print_table, progress_bar, step_callback, teller
 from sima_attn.cli.train import CompileOption, CudaGraphOption, check_installed, resolved, say_finished
 from sima_attn.report.figures import check_can_plot
@@ -56,7 +57,7 @@ def dino_command(
     from sima_attn.dino.task import train_dino  # slow to import: after the settings are checked
 
     finished = train_dino(chosen, folder, resume=resume, device=device)
-    say_finished(finished, folder, f"(weights.safetensors: the teacher). Next: sima knn {folder}, sima linear {folder}")
+    say_finished(finished, folder, "(weights.safetensors: the teacher)")
 
 
 @app.command("knn")
@@ -114,6 +115,7 @@ def knn_command(
     if map_ is not None:
         plot_feature_map(queries, map_, method=method, title=f"Features of {name}, {method}")
         console.print(f"Map: {map_}")
+    say_next(after_knn(model, data))
 
 
 @app.command("linear")
@@ -180,7 +182,7 @@ def extract_splits(
 ) -> "tuple[list[Source], list[Features]]":
     """The train and val images, and their features by `reader`, extracted or as they were stored."""
     from sima_attn.data.sources import check_same_classes, open_trained_split
-    from sima_attn.probe.features import extract, with_workers
+    from sima_attn.probe.features import extract, feature_folder, with_workers
 
     path = data or backbone.data.path
     if not path:
@@ -189,13 +191,11 @@ def extract_splits(
         teller()(f"{name} has no trained weights: these are the features of random ones")
     sources = [open_trained_split(backbone.data, split, path) for split in ("train", "val")]
     check_same_classes(*sources)
-    where = Path(name) if Path(name).is_dir() else Path(name).parent if Path(name).is_file() else Path("runs")
-    where = where.parent if where.name == "checkpoints" else where
     images = replace(backbone.data, size=size or backbone.data.size)
     features = []
     for split, source in zip(("train", "val"), sources, strict=True):
         loaded = with_workers(images, len(source)) if workers is None else replace(images, workers=workers)
         with progress_bar() as bar:
             show: dict[str, Any] = {"say": teller(bar.console), "on_step": step_callback(bar, f"features of {split}")}
-            features.append(extract(reader, source, loaded, cache or where / "features", **show, **options))
+            features.append(extract(reader, source, loaded, cache or feature_folder(name), **show, **options))
     return sources, features

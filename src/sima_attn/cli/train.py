@@ -14,6 +14,7 @@ from sima_attn import _errors
 from sima_attn._devices import resolve_device
 from sima_attn._settings import with_overrides
 from sima_attn.cli import _options as option
+from sima_attn.cli._next import Command, after_run, say_next
 from sima_attn.cli._shared import console, print_recipes, print_table, teller
 from sima_attn.report.rows import processor_name, write_rows
 from sima_attn.report.tables import TextTable
@@ -58,13 +59,20 @@ def resolved(
     return with_overrides(base, [*(overrides or []), *given])
 
 
-def say_finished(finished: "RunSummary", folder: Path, what: str, form: str = ".4g") -> None:
-    """Print the summary of a run, in the first process of torchrun only."""
+def say_finished(
+    finished: "RunSummary",
+    folder: Path,
+    what: str,
+    form: str = ".4g",
+    commands: Callable[[Path, Mapping[str, float]], list[Command]] = after_run,
+) -> None:
+    """Print the summary of a run and the commands that lead on, in the first process of torchrun only."""
     if os.environ.get("RANK", "0") != "0":
         return
     numbers = ", ".join(f"{name} {value:{form}}" for name, value in finished.metrics.items()) or "done"
     console.print(f"[bold]{numbers}[/bold] after {finished.steps} steps, {finished.seconds:.0f} s")
-    console.print(f"Run: {folder} {what}")
+    teller()(f"Run: {folder} {what}")
+    say_next(commands(folder, finished.metrics))
 
 
 @app.command("train")

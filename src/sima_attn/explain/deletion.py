@@ -186,6 +186,7 @@ def validation_batches(
 
     Unreadable ones are reported through `say` and skipped.
     """
+    loaded.check_has_classes()
     source = open_trained_split(Data.of_model(loaded), "val", data)
     K = getattr(loaded.model, "num_classes", len(source.classes))
     if len(source.classes) != K or (loaded.classes is not None and loaded.classes != source.classes):

@@ -63,6 +63,16 @@ class LoadedModel:
     trained: bool = True
     about: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def has_classes(self) -> bool:
+        """False for a model whose outputs are features."""
+        return getattr(self.model, "num_classes", None) != 0
+
+    def check_has_classes(self) -> None:
+        """Raise for a model whose outputs are features."""
+        if not self.has_classes:
+            raise _has_no_classes(self.name)
+
     def class_name(self, k: int) -> str:
         """What to call a class: its word, its name, ImageNet's name where there are its thousand, or its number."""
         if self.classes is not None:
@@ -216,7 +226,7 @@ def _from_run(path: Path, branch: str | None, features: bool | None) -> LoadedMo
         raise ValueError(f"{path} is a detector: use `sima detect predict` or `sima detect eval`")
     is_dino, recipe = about.get("task") == "dino", about.get("recipe")
     if is_dino and features is False:
-        raise ValueError(f"{path} has features and no classes: use `sima knn` or `sima linear`")
+        raise _has_no_classes(path)
     if not isinstance(recipe, Mapping):
         raise not_ours(file)
     without_names = is_dino or (about.get("task") == "saved" and about.get("classes") is None)
@@ -240,6 +250,13 @@ def _from_run(path: Path, branch: str | None, features: bool | None) -> LoadedMo
     own = {**preprocessing.to_timm(), "label_names": classes, "label_descriptions": {}}
     model.pretrained_cfg = {**model.pretrained_cfg, **own}
     return LoadedModel(path.name, model, preprocessing, None if without_names else classes, about=about)
+
+
+def _has_no_classes(name: str | Path) -> ValueError:
+    return ValueError(
+        f"{name} gives features and has no classes: classify its features with `sima knn` or `sima linear`, or train a "
+        "classifier with `sima finetune`"
+    )
 
 
 def _number_of_classes(about: Mapping[str, Any]) -> int:

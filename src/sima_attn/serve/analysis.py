@@ -124,16 +124,20 @@ class Analyzer:
         )
 
     def analyse(self, photo: Image, size: int | None = None) -> Analysis:
-        """The five most probable classes, and the maps of all layers."""
+        """The five most probable classes, none for a model of features, and the maps of all layers."""
         reading, (height, width) = self._read(photo, size)
-        probabilities = reading.output[0].softmax(0)  # [K]
-        best = probabilities.topk(min(5, len(probabilities)))
-        guesses = [
+        layers = [LayerMaps(one.path, _map(one, "q"), _map(one, "k")) for one in reading.layers]
+        return Analysis(height, width, self._guesses(reading.output[0]), layers)
+
+    def _guesses(self, logits: Tensor) -> list[Guess]:
+        """The most probable classes of logits [K]; none for features."""
+        if not self.photo_model.has_classes:
+            return []
+        best = logits.softmax(0).topk(min(5, len(logits)))
+        return [
             Guess(self.photo_model.class_name(k), round(p, 5))
             for p, k in zip(best.values.tolist(), best.indices.tolist(), strict=True)
         ]
-        layers = [LayerMaps(one.path, _map(one, "q"), _map(one, "k")) for one in reading.layers]
-        return Analysis(height, width, guesses, layers)
 
     def effect(self, photo: Image, layer: int, row: int, column: int, size: int | None = None) -> Effect:
         """Contribution of the other patches to one patch in a layer."""
