@@ -199,7 +199,7 @@ def test_what_is_written_is_a_file_with_its_extension_or_a_folder():
     [
         ("csv", "rows", "rows.csv"),
         ("csv", "rows.CSV", "rows.CSV"),
-        ("png", "map.v2", "map.v2.png"),
+        ("png", "map", "map.png"),
         ("png", "map.pdf", "map.pdf"),
         ("onnx", "folder/model", "folder/model.onnx"),
     ],

@@ -15,16 +15,14 @@ BENCH_FOLDER = Path("runs/bench")
 
 # What a command writes: a FILE if it writes one, with the extension added where it is missing, else a FOLDER. Both are
 # checked before anything is computed: what was computed until then would be lost.
-EXTENSIONS = {"csv": (".csv",), "png": FIGURES, "onnx": (".onnx",)}
+EXTENSIONS = (".csv", ".onnx", *FIGURES)
 
 
 def file(kind: str, help: str, *names: str, **options: Any) -> Any:
-    """An option for a file of a kind in `EXTENSIONS`."""
+    """An option for a file: "csv", "png" or "onnx"."""
 
     def with_extension(path: Path | None) -> Path | None:
-        if path is None or path.suffix.lower() in EXTENSIONS[kind]:
-            return path
-        return path.with_name(f"{path.name}.{kind}")
+        return path if path is None or path.suffix else path.with_suffix(f".{kind}")
 
     return Option(*names, metavar="FILE", help=help, dir_okay=False, callback=with_extension, **options)
 
@@ -33,8 +31,7 @@ def folder(help: str, **options: Any) -> Any:
     """An option for a folder."""
 
     def without_extension(path: Path | None) -> Path | None:
-        known = [ending for endings in EXTENSIONS.values() for ending in endings]
-        if path is not None and path.suffix.lower() in known:
+        if path is not None and path.suffix.lower() in EXTENSIONS:
             raise ValueError(f"--out is a folder for this command, got {path}: omit the {path.suffix}")
         return path
 
