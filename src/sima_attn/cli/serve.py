@@ -43,10 +43,10 @@ def serve_command(
 
     loaded: PhotoModel | LoadedDetector
     if model is not None and is_detector(model):
-        if onnx is not None or data is not None:
-            raise ValueError(
-                f"{model} is a detector, which shows boxes and does not run in the browser: omit --onnx and --data"
-            )
+        if onnx is not None:
+            raise ValueError(f"{model} is a detector, which does not run in the browser: omit --onnx")
+        if data is not None:
+            raise ValueError(f"{model} is a detector, which shows boxes: omit --data")
         loaded, what = _load_detector(model, device)
     else:
         (loaded,) = load_models([model], device)
