@@ -3,22 +3,30 @@
 import ast
 import json
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from typing import Annotated
 from unittest.mock import Mock
 
 import pytest
+import timm
 import torch
 import typer
 from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
-from sima_attn import __version__, cli
+from sima_attn import __version__, _install, cli
+from sima_attn._install import install_command
 from sima_attn.bench import cpu, demo, edge
+from sima_attn.cli import _options as option
 from sima_attn.cli import doctor
+from sima_attn.models.names import takes_attention
+from sima_attn.nn import ATTENTIONS
 from sima_attn.ops import api
 from sima_attn.report.figures import check_can_plot
 
@@ -49,18 +57,62 @@ def test_without_arguments_it_shows_every_command_under_a_theme():
     assert output.index("demo") < output.index("Train") < output.index("bench")
 
 
-def test_help_needs_neither_torch_nor_matplotlib():
-    """What keeps `sima --help` under a second."""
+@pytest.mark.parametrize("arguments", [["--help"], ["models", "vit"]], ids=" ".join)
+def test_help_and_names_need_neither_torch_nor_matplotlib(arguments):
+    """What keeps these commands under a second."""
     code = (
         "import sys\n"
         "from typer.testing import CliRunner\n"
         "from sima_attn.cli import app\n"
-        "assert CliRunner().invoke(app, ['--help']).exit_code == 0\n"
+        f"assert CliRunner().invoke(app, {arguments}).exit_code == 0\n"
         "heavy = {'torch', 'timm', 'matplotlib', 'numpy'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def listed(*arguments):
+    return [line.split()[0] for line in runner.invoke(cli.app, ["models", *arguments]).stdout.splitlines()]
+
+
+def test_models_lists_the_names_that_timm_knows_and_filters_them():
+    """All of them: those of timm are read from its source."""
+    registered = {*timm.list_models()}
+    assert {*listed("*")} == registered
+    ours = {name for name in registered if name.startswith("sima_")}
+    assert {*listed()} == {*listed("sima_*")} == ours
+    assert listed("--family", "sima_cvt") == ["sima_cvt_13", "sima_cvt_21"]
+    assert listed("xcit_tiny", "--family", "xcit") == [n for n in listed("xcit_tiny") if not n.startswith("sima_")]
+    for attention, rejected in {"softmax": set(), "linformer": {"sima_cvt_13", "sima_cvt_21"}}.items():
+        assert {*listed("--attention", attention)} == ours - rejected
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("name", ["sima_deit_tiny_patch16_224", "sima_cvt_13", "sima_xcit_nano_12_p16_224"])
+def test_models_knows_which_model_takes_which_attention(name, attention):
+    small = {"depths": (1, 1, 1)} if "cvt" in name else {"depth": 1}
+    with torch.device("meta"), suppress(ValueError):
+        timm.create_model(name, attention=attention, **small)
+        assert takes_attention(name, attention)
+        return
+    assert not takes_attention(name, attention)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["resnot50"], r"no name of a model fits.*did you mean .*resnet50"),
+        (["--family", "deti"], r"unknown family 'deti'.*'deit'"),
+        (["--attention", "smia"], "unknown attention 'smia'"),
+        (["--out", "names"], "--out applies only with --paper"),
+        (["vit", "--paper"], "omit the pattern"),
+    ],
+)
+def test_models_says_which_filter_is_wrong(arguments, message):
+    result = runner.invoke(cli.app, ["models", *arguments])
+    assert isinstance(result.exception, ValueError)
+    assert re.search(message, str(result.exception))
 
 
 def test_demo_compares_the_twins_and_ends_with_photos(tmp_path, monkeypatch):
@@ -111,6 +163,62 @@ def test_nothing_is_written_outside_runs_unless_it_is_asked_for():
     }
     assert len(defaults) > 10
     assert {key: path for key, path in defaults.items() if path.parts[0] != "runs"} == {}
+
+
+def test_the_model_is_named_by_the_same_option_in_every_command():
+    """A MODEL argument is short for it, and no other word stands for a model."""
+    words = {"run", "checkpoint", "run_or_model", "name_or_file", "file_or_run"}
+    about = [name for name, command in commands() if any(p.metavar == "MODEL" for p in command.params)]
+    assert {"sima audit", "sima eval", "sima export", "sima finetune", "sima quantize", "sima detect eval"} <= {*about}
+    for name, command in commands():
+        options = {option for parameter in command.params for option in parameter.opts}
+        assert not words & {str(parameter.metavar or parameter.name).lower() for parameter in command.params}, name
+        assert "--model" in options or name not in about
+
+
+def test_a_model_may_be_an_argument_or_an_option_but_not_both(monkeypatch):
+    given = []
+    monkeypatch.setattr("sima_attn.auditing.model.audit_named", lambda name, size: given.append(name) or 1 / 0)
+    for arguments in (["one"], ["--model", "one"], []):
+        assert isinstance(runner.invoke(cli.app, ["audit", *arguments]).exception, ZeroDivisionError)
+    assert given == ["one", "one", "sima_xcit_mini_p4_64_relu"]
+    result = runner.invoke(cli.app, ["audit", "one", "--model", "two"])
+    assert "the model is given twice, as one and as --model two" in str(result.exception)
+    assert "no model was given" in str(runner.invoke(cli.app, ["quantize", "--data", "digits"]).exception)
+
+
+def test_what_is_written_is_a_file_with_its_extension_or_a_folder():
+    """`--out` says which: FILE or FOLDER."""
+    for name, command in commands():
+        for parameter in command.params:
+            assert parameter.name != "out" or parameter.metavar in ("FILE", "FOLDER"), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "written"),
+    [
+        ("csv", "rows", "rows.csv"),
+        ("csv", "rows.CSV", "rows.CSV"),
+        ("png", "map", "map.png"),
+        ("png", "map.pdf", "map.pdf"),
+        ("onnx", "folder/model", "folder/model.onnx"),
+    ],
+)
+def test_a_missing_extension_is_added(kind, given, written):
+    app = typer.Typer()
+    seen = []
+
+    @app.command()
+    def command(out: Annotated[Path | None, option.file(kind, "What is written.")] = None) -> None:
+        seen.append(out)
+
+    assert runner.invoke(app, ["--out", given]).exit_code == runner.invoke(app).exit_code == 0
+    assert seen == [Path(written), None]
+
+
+def test_a_folder_that_is_named_like_a_file_is_refused():
+    result = runner.invoke(cli.app, ["heatmap", "photo.jpg", "--out", "map.png"])
+    assert "--out is a folder for this command, got map.png: omit the .png" in str(result.exception)
 
 
 def test_no_path_of_the_clone_is_built_into_the_package():
@@ -200,7 +308,7 @@ def test_no_message_wraps_however_long_a_path_is(tmp_path, started):
 
 def test_a_missing_matplotlib_is_named_before_the_run(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ValueError, match=r"pip install 'sima-attn\[plots\]'"):
+    with pytest.raises(ValueError, match=re.escape(install_command("plots"))):
         check_can_plot()
 
 
@@ -283,11 +391,47 @@ def test_a_missing_extra_is_named_with_its_command_and_a_wrong_version_is_a_prob
     monkeypatch.setattr(metadata, "version", version)
     found = {package.name: package for package in doctor.installed_packages()}
     assert found["openvino"].verdict == "missing"
-    assert doctor.install_command(found["openvino"].extras) == "pip install -U 'sima-attn[openvino]'"
+    assert doctor.how_to_install(found["openvino"].extras) == install_command("openvino")
     assert found["timm"].verdict == "wrong version"
     output = sima("doctor", code=1)
     assert "Problem: timm 0.9, but sima-attn needs timm" in output
     assert "openvino missing" in output
+
+
+@pytest.mark.parametrize(
+    ("origin", "with_extra", "alone"),
+    [
+        (None, "pip install 'sima-attn[hf]'", "pip install sima-attn"),
+        (
+            {"url": "file:///a%20b/sima", "dir_info": {"editable": True}},
+            "pip install -e '/a b/sima[hf]'",
+            "pip install -e '/a b/sima'",
+        ),
+        ({"url": "file:///src", "dir_info": {}}, "pip install '/src[hf]'", "pip install /src"),
+        (
+            {"url": "file:///s.whl", "archive_info": {}},
+            "pip install 'sima-attn[hf] @ file:///s.whl'",
+            "pip install 'sima-attn @ file:///s.whl'",
+        ),
+    ],
+    ids=["by name", "editable", "folder", "wheel"],
+)
+def test_an_extra_is_installed_from_where_the_package_came_from(monkeypatch, origin, with_extra, alone):
+    """Before the package is published its name is not known to pip."""
+    installed = Mock(**{"read_text.return_value": origin and json.dumps(origin)})
+    monkeypatch.setattr(_install, "distribution", lambda name: installed)
+    monkeypatch.setattr(_install, "find_spec", lambda name: "pip")
+    assert (install_command("hf"), install_command()) == (with_extra, alone)
+    monkeypatch.setattr(_install, "find_spec", lambda name: None)
+    monkeypatch.setattr(_install, "which", lambda name: "uv")
+    assert install_command() == f"uv {alone}"
+    monkeypatch.setattr(_install, "which", lambda name: None)
+    assert shlex.split(install_command())[:4] == ["pip", "--python", sys.executable, "install"]
+
+
+def test_a_source_tree_that_is_not_installed_is_installed_as_one(monkeypatch):
+    monkeypatch.setattr(_install, "distribution", Mock(side_effect=PackageNotFoundError))
+    assert shlex.split(install_command("hf"))[-1] == f"{RESULTS.parents[1]}[hf]"
 
 
 def test_the_doctor_knows_every_extra():

@@ -26,7 +26,9 @@ def check_installed(what: str, *packages: str, extra: str) -> None:
     """Raise if a package that something needs is missing; the message names the extra that installs it."""
     missing = ", ".join(name for name in packages if find_spec(name) is None)
     if missing:
-        raise ValueError(f"{what} needs {missing}, which is not installed: pip install 'sima-attn[{extra}]'")
+        from sima_attn._install import install_command  # not needed where nothing is missing
+
+        raise ValueError(f"{what} needs {missing}, which is not installed: {install_command(extra)}")
 
 
 def first_line(error: BaseException) -> str:

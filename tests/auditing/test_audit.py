@@ -271,7 +271,7 @@ def test_what_is_neither_a_module_nor_a_file_is_refused(tmp_path):
 def test_a_missing_onnx_is_named(tmp_path, monkeypatch):
     (tmp_path / "some.onnx").write_bytes(b"")
     monkeypatch.setitem(sys.modules, "onnx", None)
-    with pytest.raises(ValueError, match=r"pip install 'sima-attn\[onnx\]'"):
+    with pytest.raises(ValueError, match=r"pip .*install .*\[onnx\]'"):
         audit(tmp_path / "some.onnx")
 
 

@@ -656,3 +656,12 @@ def test_a_converted_model_is_copied_and_pickled(name):
         for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             assert torch.equal(twin(x), model(x))
             assert attention_types(twin) == attention_types(model)
+
+
+def test_attentions_that_stay_for_the_same_reason_are_one_line():
+    model = timm.create_model("swin_tiny_patch4_window7_224")
+    with pytest.raises(
+        ValueError, match=r"12 attentions, layers\.0\.blocks\.0\.attn to layers\.3\.blocks\.1\.attn"
+    ) as error:
+        convert(model)
+    assert str(error.value).count("position bias") == 1

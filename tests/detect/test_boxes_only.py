@@ -99,7 +99,7 @@ def test_evaluation_and_prediction_have_boxes_alone(run, masks, boxes, tmp_path)
     results = json.loads((tmp_path / "results.json").read_text())
     assert all("segmentation" not in result for result in results)
     out = tmp_path / "pictures"
-    sima("detect", "predict", boxes / "images", "--weights", run[0], "--out", out, "--threshold", 0, "--device", "cpu")
+    sima("detect", "predict", boxes / "images", "--model", run[0], "--out", out, "--threshold", 0, "--device", "cpu")
     told = json.loads((out / "detections.json").read_text())
     assert all(found.keys() == {"class", "score", "box"} for entry in told for found in entry["objects"])
     assert any(entry["objects"] for entry in told)

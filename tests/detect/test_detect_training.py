@@ -301,7 +301,7 @@ def test_predict_draws_photos_of_a_folder_a_glob_and_a_file(run, data, tmp_path)
     (photos / "broken.jpg").write_bytes(b"no image")
     (photos / "notes.txt").write_text("no photo")
     out = tmp_path / "out"
-    output = sima("detect", "predict", photos, "--weights", run[0], "--out", out, "--threshold", 0.0, "--device", "cpu")
+    output = sima("detect", "predict", photos, "--model", run[0], "--out", out, "--threshold", 0.0, "--device", "cpu")
     told = json.loads((out / "detections.json").read_text())
     assert len(told) == 6
     assert "broken.jpg" in output.replace("\n", "")
@@ -311,7 +311,7 @@ def test_predict_draws_photos_of_a_folder_a_glob_and_a_file(run, data, tmp_path)
             assert found["class"] in ("square", "disc")
             assert found["mask"]["size"] == [entry["height"], entry["width"]]
     assert any(entry["objects"] for entry in told)
-    into = ["detect", "predict", str(photos), "--weights", str(run[0]), "--out", str(photos), "--device", "cpu"]
+    into = ["detect", "predict", str(photos), "--model", str(run[0]), "--out", str(photos), "--device", "cpu"]
     assert "could overwrite them" in str(CliRunner().invoke(cli.app, into).exception)
 
 

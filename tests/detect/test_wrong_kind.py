@@ -48,7 +48,7 @@ def photo(tmp_path):
         ("audit", "RUN"),
         ("knn", "RUN"),
         ("linear", "RUN"),
-        ("linearize", "RUN", "--images", "DATA", "--out", "OUT"),
+        ("linearize", "RUN", "--data", "DATA", "--out", "OUT"),
         ("finetune", "RUN", "--data", "DATA", "--out", "OUT"),
     ],
     ids=lambda command: command[0],
@@ -76,7 +76,7 @@ def test_a_detector_is_no_backbone(detector, tmp_path):
 def test_other_runs_are_no_detectors(tmp_path, photo, about, hint):
     run = run_folder(tmp_path / "run", **about)
     assert hint in message("detect", "eval", run)
-    assert hint in message("detect", "predict", photo, "--weights", run)
+    assert hint in message("detect", "predict", photo, "--model", run)
     assert not is_detector(run)
 
 

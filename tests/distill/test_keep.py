@@ -363,7 +363,7 @@ def test_sizes_that_a_model_does_not_take_are_left_out():
 def test_the_command_takes_the_options(teacher, images, tmp_path):
     options = ["--attention", "sima", "--steps", "4", "--batch", "20", "--device", "cpu", "--keep", "auto"]
     options += ["--budget", "0.1", "--finetune", "1", *(word for text in FAST for word in ("--set", text))]
-    command = ["linearize", str(teacher), "--images", str(images), "--out", str(tmp_path / "run"), *options]
+    command = ["linearize", str(teacher), "--data", str(images), "--out", str(tmp_path / "run"), *options]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     assert "top-1" in result.output

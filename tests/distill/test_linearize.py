@@ -423,7 +423,7 @@ def test_exchanged_says_when_nothing_differs():
 def test_the_command(teacher, tmp_path):
     out = tmp_path / "run"
     options = ["--attention", "sima", "--steps", "4", "--batch", "512", "--device", "cpu", "--set", "run.threads=1"]
-    result = CliRunner().invoke(app, ["linearize", str(teacher), "--images", "digits", "--out", str(out), *options])
+    result = CliRunner().invoke(app, ["linearize", str(teacher), "--data", "digits", "--out", str(out), *options])
     assert result.exit_code == 0, result.output
     assert "blocks.0.attn" in result.output
     assert (out / "weights.safetensors").is_file()

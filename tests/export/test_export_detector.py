@@ -110,4 +110,4 @@ def test_options_of_classifiers_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("sima_attn.models.loading.is_detector", lambda what: True)
     out = ["--out", str(tmp_path / "x.onnx")]
     result = CliRunner().invoke(cli.app, ["export", "runs/x", *out, "--dynamic", "batch", "--preprocess"])
-    assert "takes --size and --images only, got --dynamic, --preprocess" in str(result.exception)
+    assert "takes --size and --data only, got --dynamic, --preprocess" in str(result.exception)

@@ -6,7 +6,7 @@ import torch
 
 from closeness import assert_close
 from sima_attn.auditing import audit
-from sima_attn.models.miniature import SIZES
+from sima_attn.models.sizes import MINI_VIT, MINI_XCIT
 from sima_attn.nn import ATTENTIONS, SimAttention, SimClassAttention
 from sima_attn.nn.token_ref import tokens_at
 
@@ -24,7 +24,7 @@ def images(height=64, width=64, batch=2):
     return torch.randn(batch, 3, height, width)
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", [*MINI_VIT, *MINI_XCIT])
 def test_every_name_is_known_to_timm_small_and_made_for_64_pixels(name):
     with torch.device("meta"):
         model = timm.create_model(name)

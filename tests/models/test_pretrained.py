@@ -185,13 +185,13 @@ def test_a_run_whose_model_is_not_the_one_of_the_name_is_not_shipped(run, weight
 
 def test_a_run_is_shipped_under_the_name_that_has_its_settings(run, weights, tmp_path):
     untrained_run(tmp_path / "run", run[1], relu=True)
-    sima("ship", tmp_path / "run", "sima_vit_mini_patch4_64_relu", "--device", "auto")
+    sima("ship", tmp_path / "run", "--name", "sima_vit_mini_patch4_64_relu", "--device", "auto")
     assert (weights / "sima_vit_mini_patch4_64_relu.safetensors").is_file()
     with pytest.raises(ValueError, match=r"The run has name=sima_vit_mini_patch4_64, attention=sima, relu=True\."):
-        sima("ship", tmp_path / "run", "sima_vit_mini_patch4_64_1head")
+        sima("ship", tmp_path / "run", "--name", "sima_vit_mini_patch4_64_1head")
     for unknown in ("foo", "vit_tiny_patch16_224"):  # timm knows the second, but its weights are not looked for here
         with pytest.raises(ValueError, match=f"unknown model of this package '{unknown}'; known: sima_cvt_13"):
-            sima("ship", tmp_path / "run", unknown)
+            sima("ship", tmp_path / "run", "--name", unknown)
 
 
 def test_the_card_has_the_epochs_of_the_checkpoint_and_not_of_the_log(run, weights, tmp_path):

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from sima_attn._install import install_command
 from small_runs import class_folders, picture
 
 HERE = Path(__file__).parent
@@ -27,11 +28,11 @@ def test_commands_run_without_what_they_do_not_use_and_name_the_extra_they_need(
     ]
     refused = {
         "the model has 100 classes, the data have 3": ["eval", "sima_vit_mini_patch4_64", "--data", data, *small],
-        "pip install 'sima-attn[train]'": ["train"],
-        "pip install 'sima-attn[serve]'": ["serve"],
-        "pip install 'sima-attn[plots]'": ["demo", "--attentions"],
-        "pip install 'sima-attn[onnx]'": ["export", model, "--out", str(tmp_path / "model.onnx")],
-        "pip install 'sima-attn[detection]'": ["detect", "eval", str(tmp_path)],
+        install_command("train"): ["train"],
+        install_command("serve"): ["serve"],
+        install_command("plots"): ["demo", "--attentions"],
+        install_command("onnx"): ["export", model, "--out", str(tmp_path / "model.onnx")],
+        install_command("detection"): ["detect", "eval", str(tmp_path)],
     }
     arguments = [sys.executable, str(HERE / "bare_install.py"), json.dumps([*run, *refused.values()])]
     done = subprocess.run(arguments, capture_output=True, text=True, cwd=tmp_path)

@@ -75,7 +75,7 @@ def audit_named(name: str, size: int | None = None) -> AuditReport:
     if Path(name).exists():
         from sima_attn.models.loading import load_model
 
-        loaded = load_model(name)
+        loaded = load_model(name, features=None)
         return replace(audit(loaded.model, size or loaded.preprocessing.size), name=name)
     check_name(name, "model, run folder or .onnx file")
     model = _create_timm_model(name, size)

@@ -1,16 +1,45 @@
 """Options that several commands share, as types of their parameters."""
 
+import inspect
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_args
 
 from typer import Argument, Option
+
+from sima_attn.report.figures import FIGURES
 
 # Where benchmarks write unless they are told where. The rows and figures that are committed are written by `make`.
 BENCH_FOLDER = Path("runs/bench")
 
-# Checked before anything is measured: what was measured until then would be lost.
-RowsFile = Annotated[Path, Option(help="CSV file for the rows.", dir_okay=False)]
-FigureFile = Annotated[Path, Option(help="PNG file for the figure.", dir_okay=False)]
+# What a command writes: a FILE if it writes one, with the extension added where it is missing, else a FOLDER. Both are
+# checked before anything is computed: what was computed until then would be lost.
+EXTENSIONS = (".csv", ".onnx", *FIGURES)
+
+
+def file(kind: str, help: str, *names: str, **options: Any) -> Any:
+    """An option for a file: "csv", "png" or "onnx"."""
+
+    def with_extension(path: Path | None) -> Path | None:
+        return path if path is None or path.suffix else path.with_suffix(f".{kind}")
+
+    return Option(*names, metavar="FILE", help=help, dir_okay=False, callback=with_extension, **options)
+
+
+def folder(help: str, **options: Any) -> Any:
+    """An option for a folder."""
+
+    def without_extension(path: Path | None) -> Path | None:
+        if path is not None and path.suffix.lower() in EXTENSIONS:
+            raise ValueError(f"--out is a folder for this command, got {path}: omit the {path.suffix}")
+        return path
+
+    return Option(metavar="FOLDER", help=help, file_okay=False, callback=without_extension, **options)
+
+
+RowsFile = Annotated[Path, file("csv", "CSV file for the rows.")]
+FigureFile = Annotated[Path, file("png", "PNG file for the figure.")]
 Threads = Annotated[list[int], Option(help="Thread counts; repeat for several.", min=1)]
 Pixels = Annotated[list[int] | None, Option(help="Image sides; repeat for several. Default: all.", min=1)]
 Seconds = Annotated[float, Option(help="Time for each group of measurements.", min=0.0)]
@@ -19,23 +48,56 @@ Device = Annotated[str, Option(help="auto, cpu or cuda.")]
 BatchSize = Annotated[int, Option(help="Batch size.", min=1)]
 Workers = Annotated[int | None, Option(help="Worker processes that decode images.", min=0)]
 # Of the commands that train with a recipe.
-RunFolder = Annotated[Path | None, Option(help="Folder of the run.", show_default="runs/RECIPE")]
+RunFolder = Annotated[Path | None, folder("Folder of the run.", show_default="runs/RECIPE")]
 Settings = Annotated[
     list[str] | None,
     Option("--set", metavar="NAME=VALUE", help="A setting of the recipe, e.g. schedule.epochs=10."),
 ]
 Resume = Annotated[bool, Option("--resume", help="Resume the run in the folder.")]
 Precision = Annotated[str | None, Option(help="fp32, bf16 or fp16. Default: the recipe's.")]
-# A run's folder, a checkpoint, weights or a name, as `load_model` takes them.
-RunOrModel = Annotated[
-    str, Argument(metavar="RUN_OR_MODEL", help="A run's folder, a checkpoint, weights, or a model name.")
-]
-Model = Annotated[
-    str | None,
-    Option(help="A model name, NAME=WEIGHTS, a run's folder or a checkpoint. Default: the model in the package."),
-]
+# The model, as `load_model` takes it: `--model` in every command.
+MODEL = "A model name, NAME=WEIGHTS, the folder of a run, a checkpoint or weights."
+Model = Annotated[str | None, Option(help=MODEL, show_default="the model in the package")]
+ModelOrRun = Annotated[str, Option(help=MODEL)]  # for commands with a default of their own, or none
+Detector = Annotated[str, Option(help="The folder of a run of `sima detect train`, a checkpoint or weights.")]
+Weights = Annotated[Path | None, Option(help="File of weights for a model name: .safetensors or .pth.")]
 Data = Annotated[str | None, Option(help="Folder of the images, or digits. Default: the recipe's.")]
 HeldOut = Annotated[
     float | None, Option("--val", metavar="PART", help="Hold out this part of each class as val images, e.g. 0.2.")
 ]
+Reference = Annotated[
+    str | None, Option("--data", help="Folder of labelled images, CLASS/*.jpg: classify by the nearest of them.")
+]
 DataOfRun = Annotated[str | None, Option(help="Folder of the images, or digits. Default: the run's.")]
+
+
+def takes_model(command: Callable[..., None]) -> Callable[..., None]:
+    """A command that is about a model: `sima COMMAND MODEL` is short for `sima COMMAND --model MODEL`.
+
+    For commands without other arguments. A `model` without a default must be given.
+    """
+    signature = inspect.signature(command, eval_str=True)
+    option = signature.parameters["model"]
+    required = option.default is inspect.Parameter.empty
+    default = None if required else option.default
+    kind = get_args(option.annotation)[0]
+
+    @wraps(command)
+    def with_argument(argument: Any, model: Any, **others: Any) -> None:
+        if argument and model != default:
+            raise ValueError(f"the model is given twice, as {argument} and as --model {model}: omit one of them")
+        if required and not (argument or model):
+            raise ValueError("no model was given: name it as the argument MODEL, or with --model")
+        command(model=argument or model, **others)
+
+    short = inspect.Parameter(
+        "argument",
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[kind | None, Argument(metavar="MODEL", help="Short for --model.", show_default=False)],
+    )
+    parameters = {"argument": short, **signature.parameters, "model": option.replace(default=default)}
+    keywords = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters.values()]
+    with_argument.__signature__ = signature.replace(parameters=keywords)  # type: ignore[attr-defined]
+    with_argument.__annotations__ = {parameter.name: parameter.annotation for parameter in keywords}
+    return with_argument

@@ -12,11 +12,12 @@ from typer import Argument, Option
 from sima_attn._devices import resolve_device
 from sima_attn._settings import to_dict
 from sima_attn.cli import _options as option
-from sima_attn.cli._shared import console, teller
+from sima_attn.cli._shared import console, progress_bar, step_callback, teller
 from sima_attn.data.images import find_photos, open_photos
 
 if TYPE_CHECKING:
     from sima_attn.explain.answer import Answer
+    from sima_attn.models.loading import LoadedModel
     from sima_attn.train.recipes import Recipe
 
 app = typer.Typer()
@@ -30,6 +31,7 @@ def classify_command(
         list[str] | None, Argument(metavar="PHOTO...", help="Photos, folders of them, or patterns.")
     ] = None,
     model: option.Model = None,
+    data: option.Reference = None,
     top: Annotated[int, Option(help="Number of classes to show.", min=1)] = 5,
     classes: Annotated[bool, Option("--classes", help="List the classes that the model knows, and exit.")] = False,
     device: option.Device = "cpu",
@@ -39,10 +41,7 @@ def classify_command(
         raise ValueError("give photos to classify, or --classes alone to list the classes that the model knows")
     device = resolve_device(device)
     files = find_photos(photos or [])
-    from sima_attn.models.loading import load_model
-
-    loaded = load_model(model, device=device)
-    loaded.check_has_classes()
+    loaded = load_classifier(model, data, device)
     if classes:
         for name in loaded.class_names():
             console.print(name, markup=False)
@@ -55,6 +54,21 @@ def classify_command(
 
     for path, photo in open_photos(files, say=teller()):
         print_answer(path.name, classify(loaded, photo, top))
+
+
+def load_classifier(model: str | None, data: str | None, device: str) -> LoadedModel:
+    """A model with classes: its own or, with `data` or for a model of features, by the nearest labelled images."""
+    from sima_attn.models.loading import load_model
+    from sima_attn.probe.features import feature_folder
+    from sima_attn.probe.knn_classifier import knn_classifier
+
+    loaded = load_model(model, features=True if data else None, device=device)
+    if loaded.has_classes:
+        return loaded
+    with progress_bar() as bar:
+        on_step = step_callback(bar, "features of the labelled images")
+        say = teller(bar.console)
+        return knn_classifier(loaded, data, feature_folder(model), device=device, say=say, on_step=on_step)
 
 
 def print_answer(title: str, answer: Answer) -> None:
@@ -72,9 +86,10 @@ def print_answer(title: str, answer: Answer) -> None:
 
 
 @app.command("ship")
+@option.takes_model
 def ship_command(
-    run: Annotated[Path, Argument(help="Folder of a run of `sima train`.")],
-    name: Annotated[str | None, Argument(help="Model to pretrain.", show_default="the run's model")] = None,
+    model: Annotated[str, Option(help="Folder of a run of `sima train`.")],
+    name: Annotated[str | None, Option(help="Model to pretrain.", show_default="the run's model")] = None,
     data: Annotated[str | None, Option(help="Folder of the images. Default: the run's.")] = None,
     ema: Annotated[bool | None, Option("--ema/--no-ema", help="The average weights. Default: if kept.")] = None,
     terms: Annotated[str, Option(help="What the weights may be used for.")] = RESEARCH,
@@ -91,6 +106,7 @@ def ship_command(
     from sima_attn.train.run import RunFolder
 
     device = resolve_device(device)
+    run = Path(model)
     recipe = RunFolder(run).read_recipe()
     branch = "ema" if (recipe.run.ema is not None if ema is None else ema) else None
     shipped = weights_of_run(run, branch=branch)

@@ -7,7 +7,9 @@ import typer
 from rich.console import Console
 from typer import Option
 
-from sima_attn.cli._shared import console, print_table
+from sima_attn._install import install_command
+from sima_attn.cli import _options as option
+from sima_attn.cli._shared import console, print_table, teller
 from sima_attn.report.figures import check_can_plot
 from sima_attn.report.rows import write_rows
 
@@ -20,7 +22,7 @@ DRAWN = "chelsea"
 
 @app.command()
 def demo(
-    out: Annotated[Path, Option(help="Folder for the runs, rows and figures.")] = Path("runs/demo"),
+    out: Annotated[Path, option.folder("Folder for the runs, rows and figures.")] = Path("runs/demo"),
     attentions: Annotated[
         bool, Option("--attentions", help="Compare all attentions instead: parity, exp(), MACs, speed.")
     ] = False,
@@ -74,7 +76,7 @@ def show_photos(out: Path) -> None:
     from sima_attn.explain.photo_model import load_photo_model
 
     if find_spec("skimage") is None:
-        console.print("The photos need scikit-image, which is not installed: pip install 'sima-attn\\[data]'")
+        teller()(f"The photos need scikit-image, which is not installed: {install_command('data')}")
         return
     from skimage import data
 

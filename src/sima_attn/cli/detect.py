@@ -11,6 +11,7 @@ from sima_attn import _errors
 from sima_attn._devices import resolve_device
 from sima_attn.cli import _options as option
 from sima_attn.cli import bench
+from sima_attn.cli._next import after_detector
 from sima_attn.cli._shared import console, print_recipes, print_table, progress_bar, step_callback, teller
 from sima_attn.cli.train import check_installed, resolved, say_finished
 from sima_attn.data.images import find_photos
@@ -50,15 +51,16 @@ def train_command(
     from sima_attn.detect.task import train_detector  # slow to import: after the settings are checked
 
     finished = train_detector(chosen, folder, resume=resume, device=device)
-    say_finished(finished, folder, "(weights.safetensors, eval.csv)", ".1f")
+    say_finished(finished, folder, "(weights.safetensors, eval.csv)", ".1f", commands=after_detector)
 
 
 @app.command("eval")
+@option.takes_model
 def eval_command(
-    run: Annotated[str, Argument(metavar="RUN", help="A run's folder, a checkpoint, or weights.")],
+    model: option.Detector,
     data: Annotated[str | None, Option(help="Folder with COCO files or YOLO labels. Default: the run's.")] = None,
     split: Annotated[str, Option(help="train, val or test, or a COCO file in the folder.")] = "val",
-    out: Annotated[Path | None, Option(help="Folder for results.json and categories.csv.")] = None,
+    out: Annotated[Path | None, option.folder("Folder for results.json and categories.csv.")] = None,
     batch: option.BatchSize = 2,
     workers: Annotated[int, Option(help="Worker processes that decode images.", min=0)] = 4,
     device: option.Device = "auto",
@@ -70,7 +72,7 @@ def eval_command(
     from sima_attn.detect.weights import load_detector
     from sima_attn.reproduce.detection import size_table, table_4
 
-    loaded = load_detector(run)
+    loaded = load_detector(model)
     path = data or loaded.recipe.data.path
     with progress_bar() as progress:
         evaluated = evaluate_detector(
@@ -96,8 +98,8 @@ def eval_command(
 @app.command("predict")
 def predict_command(
     photo: Annotated[str, Argument(metavar="PHOTO|DIR|GLOB", help="A photo, a folder, or a glob in quotes.")],
-    weights: Annotated[str, Option(help="A run's folder, a checkpoint, or weights.")],
-    out: Annotated[Path, Option(help="Folder for the pictures and detections.json.")] = Path("runs/predict"),
+    model: option.Detector,
+    out: Annotated[Path, option.folder("Folder for the pictures and detections.json.")] = Path("runs/predict"),
     threshold: Annotated[float, Option(help="Minimum score to draw.", min=0.0, max=1.0)] = 0.5,
     device: option.Device = "auto",
 ) -> None:
@@ -107,7 +109,7 @@ def predict_command(
     from sima_attn.detect.weights import load_detector
 
     photos = find_photos([photo])
-    loaded = load_detector(weights, score_threshold=threshold)
+    loaded = load_detector(model, score_threshold=threshold)
     loaded.model.to(resolve_device(device))
     with progress_bar() as progress:
         task = progress.add_task("photos", total=len(photos))
@@ -137,7 +139,7 @@ def recipes_command() -> None:
 @bench.app.command("detect")
 def bench_detect_command(
     out: Annotated[
-        Path | None, Option(help="CSV file.", dir_okay=False, show_default="runs/bench/detect_DEVICE.csv")
+        Path | None, option.file("csv", "CSV file for the rows.", show_default="runs/bench/detect_DEVICE.csv")
     ] = None,
     pixels: option.Pixels = None,
     no_masks: Annotated[bool, Option("--no-masks", help="Time Faster R-CNN instead of Mask R-CNN.")] = False,

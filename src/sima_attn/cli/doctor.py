@@ -18,8 +18,9 @@ from rich.table import Table
 from typer import Option
 
 from sima_attn._errors import first_line
+from sima_attn._install import install_command
 from sima_attn._version import __version__
-from sima_attn.cli._shared import console
+from sima_attn.cli._shared import console, teller
 from sima_attn.report.rows import cpu_name
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def examine() -> Findings:
     checks = run_checks()
     weights, problems = shipped_weights()
     problems += [
-        f"{p.name} {p.version or 'is missing'}, but sima-attn needs {p.name}{p.needs}: {install_command(p.extras)}"
+        f"{p.name} {p.version or 'is missing'}, but sima-attn needs {p.name}{p.needs}: {how_to_install(p.extras)}"
         for p in packages
         if p.verdict == "wrong version" or (p.verdict == "missing" and "" in p.extras)
     ]
@@ -170,11 +171,11 @@ def installed_packages() -> list[Package]:
     return packages
 
 
-def install_command(extras: list[str]) -> str:
+def how_to_install(extras: list[str]) -> str:
     """The command that installs the packages of one of these extras."""
     if extras == ["cuda"]:
         return "comes with torch's CUDA builds"
-    return "pip install -U sima-attn" if "" in extras else f"pip install -U 'sima-attn[{extras[0]}]'"
+    return install_command("" if "" in extras else extras[0])
 
 
 def cuda_summary() -> str:
@@ -326,7 +327,9 @@ def show(findings: Findings) -> None:
             ["GPU", "capability", "GiB", "kernels"],
             [[g.name, g.capability, f"{g.memory_gib:.0f}", g.kernels] for g in findings.gpus],
         )
-    _print_table("Packages", ["extra", "for", "installed", "to install missing packages"], _by_extra(findings.packages))
+    _print_table("Packages", ["extra", "for", "installed"], _by_extra(findings.packages))
+    for extra in sorted({extra for p in findings.packages if p.verdict == "missing" for extra in p.extras}):
+        teller()(f"Missing packages of {extra or 'sima-attn'}: {how_to_install([extra])}")
     _print_table(
         "sima_attention against the paper's equations in float64",
         ["device", "backend", "dtype", "error", "of gradients", "verdict"],
@@ -350,9 +353,8 @@ def _by_extra(packages: list[Package]) -> list[list[str]]:
     for extra in [*(extra for extra in PURPOSES if extra in named), *sorted(named - PURPOSES.keys())]:
         mine = [package for package in packages if extra in package.extras]
         here = ", ".join(f"{package.name} {package.version or 'missing'}" for package in mine)
-        source = install_command([extra]) if any(package.verdict == "missing" for package in mine) else ""
         shown = {"": "(always)", "cuda": "(with torch)"}.get(extra, extra)
-        lines.append([shown, PURPOSES.get(extra, ""), here, source])
+        lines.append([shown, PURPOSES.get(extra, ""), here])
     return lines
 
 

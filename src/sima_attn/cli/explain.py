@@ -9,6 +9,7 @@ from typer import Argument, Option
 
 from sima_attn._devices import resolve_device
 from sima_attn.cli import _options as option
+from sima_attn.cli._next import after_heatmap, say_next
 from sima_attn.cli._shared import console, note, print_table, progress_bar, teller
 from sima_attn.data.images import find_photos, open_photos, unique_name
 from sima_attn.report.figures import check_can_plot
@@ -38,7 +39,7 @@ def heatmap_command(
     compare: Compare = None,
     layer: LayersOption = "-1",
     of: PartsOption = None,
-    out: Annotated[Path, Option(help="Folder for the pictures.")] = Path("runs/heatmaps"),
+    out: Annotated[Path, option.folder("Folder for the pictures.")] = Path("runs/heatmaps"),
     size: SizeOption = None,
     opacity: Annotated[float, Option(help="Opacity of the map over the photo.", min=0.0, max=1.0)] = 0.55,
     cell: Annotated[int, Option(help="Side in pixels of a picture in the sheets.", min=80)] = 240,
@@ -62,6 +63,7 @@ def heatmap_command(
             on_photo=lambda path: progress.update(task, advance=1, description=path.name),
         )
     _say_written(written)
+    say_next(after_heatmap(files[0], model, layer))
 
 
 @group.command("effect")
@@ -71,7 +73,9 @@ def effect_command(
     model: option.Model = None,
     compare: Compare = None,
     layer: Annotated[int, Option(help="A number from 0, or from the end if negative.")] = -1,
-    out: Annotated[Path | None, Option(help="The picture.", show_default="runs/heatmaps/PHOTO_effect.png")] = None,
+    out: Annotated[
+        Path | None, option.file("png", "The picture.", show_default="runs/heatmaps/PHOTO_effect.png")
+    ] = None,
     size: SizeOption = None,
     cell: Annotated[int, Option(help="Side in pixels of a picture.", min=80)] = 420,
     device: option.Device = "auto",
@@ -90,7 +94,7 @@ def statistics_command(
     photos: Photos,
     model: option.Model = None,
     compare: Compare = None,
-    out: Annotated[Path, Option(help="Folder for the rows and the plot.")] = Path("runs/attention"),
+    out: Annotated[Path, option.folder("Folder for the rows and the plot.")] = Path("runs/attention"),
     size: SizeOption = None,
     device: option.Device = "auto",
 ) -> None:
@@ -130,7 +134,7 @@ def deletion_command(
     layer: LayersOption = "-1",
     steps: Annotated[int, Option(help="From no patch hidden to all.", min=1)] = 10,
     batch: option.BatchSize = 32,
-    out: Annotated[Path, Option(help="Folder for the rows and the curve.")] = Path("runs/deletion"),
+    out: Annotated[Path, option.folder("Folder for the rows and the curve.")] = Path("runs/deletion"),
     device: option.Device = "auto",
 ) -> None:
     """Deletion test: hide the highest, lowest or random patches and measure the right class."""

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from typer import Argument, Option
+from typer import Option
 
 from sima_attn.cli import _options as option
+from sima_attn.cli._next import after_run, say_next
 from sima_attn.cli._shared import console, teller
 from sima_attn.cli.train import check_installed
 
@@ -15,20 +16,18 @@ app = typer.Typer()
 
 
 @app.command("finetune")
+@option.takes_model
 def finetune_command(
-    model: Annotated[
-        str | None,
-        Argument(metavar="MODEL", help="A timm name, NAME=WEIGHTS, a folder or a file.", show_default="the package's"),
-    ] = None,
+    model: option.Model = None,
     data: Annotated[str | None, Option(help="Folder of images, CLASS/*.jpg; or digits.")] = None,
-    out: Annotated[Path, Option(help="Folder of the run.")] = Path("runs/finetune"),
+    out: Annotated[Path, option.folder("Folder of the run.")] = Path("runs/finetune"),
     attention: Annotated[
         str | None, Option(help="Build the model with this attention, e.g. sima.", show_default="the model's")
     ] = None,
     pretrained: Annotated[
         bool, Option("--pretrained", help="Download the weights that timm knows for the name.")
     ] = False,
-    weights: Annotated[Path | None, Option(help="File of weights for the name: .safetensors or .pth.")] = None,
+    weights: option.Weights = None,
     epochs: Annotated[int | None, Option(help="Default: by the number of images.", min=1)] = None,
     batch: Annotated[int | None, Option(help="Images per step. Default: by their number.", min=1)] = None,
     size: Annotated[int | None, Option(help="Side of the images. Default: the model's.", min=1)] = None,
@@ -66,6 +65,5 @@ def finetune_command(
     numbers = ", ".join(f"{name} {value:.4g}" for name, value in done.metrics.items())
     when = f"after epoch {done.epoch:g}" if done.epoch else "at the start, which no epoch has improved"
     console.print(f"[bold]{numbers}[/bold] {when}; {done.summary.seconds:.0f} s")
-    say = teller()
-    say(f"Run: {out} (these weights, eval.csv, learning_curve.png)")
-    say(f"Next: sima eval {out}, sima classify --model {out} photo.jpg, sima export {out} --out model.onnx")
+    teller()(f"Run: {out} (these weights, eval.csv, learning_curve.png)")
+    say_next(after_run(out, done.metrics))

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from typer import Argument, Option
+from typer import Option
 
 from sima_attn.cli import _options as option
+from sima_attn.cli._next import after_linearize, say_next
 from sima_attn.cli._shared import console, print_table
 from sima_attn.cli.train import check_installed
 
@@ -15,12 +16,11 @@ app = typer.Typer()
 
 
 @app.command("linearize")
+@option.takes_model
 def linearize_command(
-    model: Annotated[
-        str | None, Argument(metavar="MODEL", help="The teacher: a timm name, NAME=WEIGHTS, a folder or a file.")
-    ] = None,
-    images: Annotated[str | None, Option(help="Folder of images, labels are not needed; or digits.")] = None,
-    out: Annotated[Path, Option(help="Folder of the run.")] = Path("runs/linearize"),
+    model: Annotated[str | None, Option(help=f"The teacher. {option.MODEL}")] = None,
+    data: Annotated[str | None, Option(help="Folder of images, labels are not needed; or digits.")] = None,
+    out: Annotated[Path, option.folder("Folder of the run.")] = Path("runs/linearize"),
     attention: Annotated[
         str | None, Option(help="The new attention, e.g. sima, sima_local or relu2.", show_default="sima_local")
     ] = None,
@@ -35,6 +35,7 @@ def linearize_command(
     pretrained: Annotated[
         bool, Option("--pretrained", help="Download the weights that timm knows for the name.")
     ] = False,
+    weights: option.Weights = None,
     overrides: option.Settings = None,
     resume: option.Resume = False,
     device: option.Device = "auto",
@@ -48,7 +49,7 @@ def linearize_command(
     settings = [*(overrides or []), *([f"run.precision={precision}"] if precision else [])]
     done = linearize(
         model,
-        images,
+        data,
         out,
         attention=attention,
         size=size,
@@ -57,6 +58,7 @@ def linearize_command(
         keep=int(keep) if keep.isdecimal() else keep,
         budget=budget,
         finetune=finetune,
+        weights=weights,
         pretrained=pretrained or None,
         overrides=settings,
         resume=resume,
@@ -67,4 +69,4 @@ def linearize_command(
     print_table(block_table(done), title="relative error of each attention, given the teacher's input")
     console.print(f"[bold]{summary_of(done)}[/bold]")
     console.print(f"Run: {out} (weights.safetensors, report.md, features.png, learning_curve.png, rows as CSV)")
-    console.print(f"Next: sima audit {out}, sima export {out}, sima eval {out} --data FOLDER")
+    say_next(after_linearize(out, done.metrics))

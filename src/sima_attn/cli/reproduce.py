@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Run the paper's comparisons again.", no_args_is_help=True)
 
 DataFolder = Annotated[str, Option(help="Folder of 64-pixel images, e.g. Tiny ImageNet.")]
-OutFolder = Annotated[Path, Option(help="Folder for the runs, rows, tables and the figure.")]
+OutFolder = Annotated[Path, option.folder("Folder for the runs, rows, tables and the figure.")]
 RunNames = Annotated[list[str] | None, Option(help="Name of a run; repeat for several. Default: all.")]
 Jobs = Annotated[int, Option(help="Number of runs that share the device.", min=1)]
 

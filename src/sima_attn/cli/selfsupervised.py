@@ -11,6 +11,7 @@ from sima_attn._devices import resolve_device
 from sima_attn._errors import check_known
 from sima_attn._settings import PositiveFloat, check_value
 from sima_attn.cli import _options as option
+from sima_attn.cli._next import after_knn, say_next
 from sima_attn.cli._shared import console, print_table, progress_bar, step_callback, teller
 from sima_attn.cli.train import CompileOption, CudaGraphOption, check_installed, resolved, say_finished
 from sima_attn.report.figures import check_can_plot
@@ -38,7 +39,7 @@ DtypeOption = Annotated[str, Option(help="dtype of the stored features: float16 
 def dino_command(
     recipe: Annotated[str | None, Option(help="Name of a recipe, see `sima recipes`. Default: digits.")] = None,
     data: option.Data = None,
-    out: Annotated[Path | None, Option(help="Folder of the run.", show_default="runs/dino-RECIPE")] = None,
+    out: Annotated[Path | None, option.folder("Folder of the run.", show_default="runs/dino-RECIPE")] = None,
     overrides: option.Settings = None,
     resume: option.Resume = False,
     device: option.Device = "auto",
@@ -56,12 +57,13 @@ def dino_command(
     from sima_attn.dino.task import train_dino  # slow to import: after the settings are checked
 
     finished = train_dino(chosen, folder, resume=resume, device=device)
-    say_finished(finished, folder, f"(weights.safetensors: the teacher). Next: sima knn {folder}, sima linear {folder}")
+    say_finished(finished, folder, "(weights.safetensors: the teacher)")
 
 
 @app.command("knn")
+@option.takes_model
 def knn_command(
-    model: option.RunOrModel = DEFAULT_RUN,
+    model: option.ModelOrRun = DEFAULT_RUN,
     data: option.DataOfRun = None,
     k: Annotated[
         list[int] | None, Option("-k", help="Neighbours; repeat for several.", min=1, show_default="10, 20, 100, 200")
@@ -69,10 +71,10 @@ def knn_command(
     temperature: Annotated[float, Option(help="Temperature T of the weights exp(cosine / T).")] = 0.07,
     size: SizeOption = None,
     branch: BranchOption = "teacher",
-    picture: Annotated[Path | None, Option(help="PNG of the nearest neighbours of six val images.")] = None,
-    map_: Annotated[Path | None, Option("--map", help="PNG of the val features of ten classes.")] = None,
+    picture: Annotated[Path | None, option.file("png", "Picture of the nearest neighbours of six val images.")] = None,
+    map_: Annotated[Path | None, option.file("png", "Picture of the val features of ten classes.", "--map")] = None,
     method: Annotated[str, Option("--map-method", help="pca, or tsne (scikit-learn).")] = "pca",
-    out: Annotated[Path | None, Option(help="CSV file for the rows.")] = None,
+    out: Annotated[Path | None, option.file("csv", "CSV file for the rows.")] = None,
     cache: CacheOption = None,
     dtype: DtypeOption = "float16",
     batch: option.BatchSize = 256,
@@ -113,11 +115,13 @@ def knn_command(
     if map_ is not None:
         plot_feature_map(queries, map_, method=method, title=f"Features of {name}, {method}")
         console.print(f"Map: {map_}")
+    say_next(after_knn(model, data))
 
 
 @app.command("linear")
+@option.takes_model
 def linear_command(
-    model: option.RunOrModel = DEFAULT_RUN,
+    model: option.ModelOrRun = DEFAULT_RUN,
     data: option.DataOfRun = None,
     features: Annotated[str, Option(help="layers (tokens of the last ones, as in the paper) or output.")] = "layers",
     layers: Annotated[int | None, Option(help="Number of layers.", show_default="2 in XCiT, 4 elsewhere")] = None,
@@ -130,7 +134,7 @@ def linear_command(
     seed: Annotated[int, Option(help="Seed of the classifier's initial weights and order.", min=0)] = 0,
     size: SizeOption = None,
     branch: BranchOption = "teacher",
-    out: Annotated[Path | None, Option(help="CSV file with one row every ten epochs.")] = None,
+    out: Annotated[Path | None, option.file("csv", "CSV file with one row every ten epochs.")] = None,
     cache: CacheOption = None,
     dtype: DtypeOption = "float16",
     batch: option.BatchSize = 256,
@@ -178,7 +182,7 @@ def extract_splits(
 ) -> "tuple[list[Source], list[Features]]":
     """The train and val images, and their features by `reader`, extracted or as they were stored."""
     from sima_attn.data.sources import check_same_classes, open_trained_split
-    from sima_attn.probe.features import extract, with_workers
+    from sima_attn.probe.features import extract, feature_folder, with_workers
 
     path = data or backbone.data.path
     if not path:
@@ -187,13 +191,11 @@ def extract_splits(
         teller()(f"{name} has no trained weights: these are the features of random ones")
     sources = [open_trained_split(backbone.data, split, path) for split in ("train", "val")]
     check_same_classes(*sources)
-    where = Path(name) if Path(name).is_dir() else Path(name).parent if Path(name).is_file() else Path("runs")
-    where = where.parent if where.name == "checkpoints" else where
     images = replace(backbone.data, size=size or backbone.data.size)
     features = []
     for split, source in zip(("train", "val"), sources, strict=True):
         loaded = with_workers(images, len(source)) if workers is None else replace(images, workers=workers)
         with progress_bar() as bar:
             show: dict[str, Any] = {"say": teller(bar.console), "on_step": step_callback(bar, f"features of {split}")}
-            features.append(extract(reader, source, loaded, cache or where / "features", **show, **options))
+            features.append(extract(reader, source, loaded, cache or feature_folder(name), **show, **options))
     return sources, features

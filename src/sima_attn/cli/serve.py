@@ -1,5 +1,6 @@
 """`sima serve`: the web page."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +12,7 @@ from sima_attn._devices import resolve_device
 from sima_attn._errors import check_installed
 from sima_attn.cli import _options as option
 from sima_attn.cli._shared import note, teller
+from sima_attn.cli.classify import load_classifier
 from sima_attn.cli.explain import load_models
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ app = typer.Typer()
 @app.command("serve")
 def serve_command(
     model: option.Model = None,
+    data: option.Reference = None,
     host: Annotated[str, Option(help="Address to listen on; the default is local to this machine.")] = "127.0.0.1",
     port: Annotated[int, Option(help="Port to listen on; 0 selects a free one.", min=0, max=65535)] = 8000,
     samples: Annotated[Path | None, Option(help="Folder of sample photos for the page.")] = None,
@@ -42,9 +45,15 @@ def serve_command(
     if model is not None and is_detector(model):
         if onnx is not None:
             raise ValueError(f"{model} is a detector, which does not run in the browser: omit --onnx")
+        if data is not None:
+            raise ValueError(f"{model} is a detector, which shows boxes: omit --data")
         loaded, what = _load_detector(model, device)
     else:
         (loaded,) = load_models([model], device)
+        if data is not None:
+            loaded = replace(loaded, **vars(load_classifier(model, data, resolve_device(device))))
+        elif not loaded.has_classes:
+            note(f"{loaded.name} gives features: the page shows maps alone; --data FOLDER adds classes")
         what = f"{loaded.name}, {loaded.size} px"
     from sima_attn.serve.limits import Limits
     from sima_attn.serve.run import serve

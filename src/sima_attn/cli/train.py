@@ -14,6 +14,7 @@ from sima_attn import _errors
 from sima_attn._devices import resolve_device
 from sima_attn._settings import with_overrides
 from sima_attn.cli import _options as option
+from sima_attn.cli._next import Command, after_run, say_next
 from sima_attn.cli._shared import console, print_recipes, print_table, teller
 from sima_attn.report.rows import processor_name, write_rows
 from sima_attn.report.tables import TextTable
@@ -58,13 +59,20 @@ def resolved(
     return with_overrides(base, [*(overrides or []), *given])
 
 
-def say_finished(finished: "RunSummary", folder: Path, what: str, form: str = ".4g") -> None:
-    """Print the summary of a run, in the first process of torchrun only."""
+def say_finished(
+    finished: "RunSummary",
+    folder: Path,
+    what: str,
+    form: str = ".4g",
+    commands: Callable[[Path, Mapping[str, float]], list[Command]] = after_run,
+) -> None:
+    """Print the summary of a run and the commands that lead on, in the first process of torchrun only."""
     if os.environ.get("RANK", "0") != "0":
         return
     numbers = ", ".join(f"{name} {value:{form}}" for name, value in finished.metrics.items()) or "done"
     console.print(f"[bold]{numbers}[/bold] after {finished.steps} steps, {finished.seconds:.0f} s")
-    console.print(f"Run: {folder} {what}")
+    teller()(f"Run: {folder} {what}")
+    say_next(commands(folder, finished.metrics))
 
 
 @app.command("train")
@@ -95,8 +103,9 @@ def train_command(
 
 
 @app.command("eval")
+@option.takes_model
 def eval_command(
-    model: option.RunOrModel,
+    model: option.Model = None,
     data: option.DataOfRun = None,
     size: Annotated[
         list[int] | None, Option(help="Image side in pixels; repeat for several. Default: the training size.", min=1)
@@ -106,13 +115,11 @@ def eval_command(
         Option("--token-ref/--no-token-ref", help="Compensate for other sizes. Default: both, if they differ."),
     ] = None,
     ema: Annotated[bool, Option("--ema", help="Evaluate the average weights of a checkpoint.")] = False,
-    out: Annotated[
-        Path | None, Option(help="CSV file with one row per class, for the last size.", dir_okay=False)
-    ] = None,
+    out: Annotated[Path | None, option.file("csv", "CSV file with one row per class, for the last size.")] = None,
     confusion: Annotated[
-        Path | None, Option(help="CSV file with the confusion matrix, for the last size.", dir_okay=False)
+        Path | None, option.file("csv", "CSV file with the confusion matrix, for the last size.")
     ] = None,
-    rows: Annotated[Path | None, Option(help="CSV file with one row per size.", dir_okay=False)] = None,
+    rows: Annotated[Path | None, option.file("csv", "CSV file with one row per size.")] = None,
     batch: option.BatchSize = 256,
     workers: option.Workers = None,
     device: option.Device = "auto",
@@ -126,7 +133,7 @@ def eval_command(
     loaded = load_model(model, branch="ema" if ema else None)
     trained = Data.of_model(loaded)
     if data is None and not trained.path:
-        raise ValueError(f"{model} is a registered model: give the images to evaluate it on with --data")
+        raise ValueError(f"{loaded.name} is a registered model: give the images to evaluate it on with --data")
     has_sima = any(hasattr(module, "token_ref") for module in loaded.model.modules())
     say = teller()
     results = []
@@ -141,9 +148,9 @@ def eval_command(
         for r in results
     ]
     table = TextTable(["px", "token_ref", "top-1", "top-5", "loss", "images"], lines)
-    print_table(table, title=escape(model))
+    print_table(table, title=escape(model or loaded.name))
     if not loaded.trained:
-        say(f"{model} has no trained weights: this is the accuracy of random ones")
+        say(f"{loaded.name} has no trained weights: this is the accuracy of random ones")
     last = results[-1]
     if len(last.rows) <= MOST_SHOWN:
         names = [escape(row.name) for row in last.rows]
@@ -160,7 +167,7 @@ def eval_command(
         last.write_confusion(confusion)
         say(f"Confusions: {confusion}")
     if rows is not None:
-        write_rows(rows, [result.as_row(Path(model).name, processor_name(device)) for result in results])
+        write_rows(rows, [result.as_row(loaded.name, processor_name(device)) for result in results])
         say(f"Rows: {rows}")
 
 

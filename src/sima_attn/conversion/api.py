@@ -16,7 +16,7 @@ from sima_attn.conversion.huggingface import (
 )
 from sima_attn.conversion.modules import SAME_FUNCTION, Exchange, Refused, looks_like_attention
 from sima_attn.conversion.placing import CONVERTED, can_be_placed, place
-from sima_attn.conversion.report import SAME_NOTE, ConversionReport, Skipped
+from sima_attn.conversion.report import SAME_NOTE, ConversionReport, Skipped, grouped
 from sima_attn.conversion.trial import called_modules, example_image, token_layouts
 from sima_attn.nn import (
     ATTENTIONS,
@@ -86,7 +86,7 @@ def convert(
     if not report.converted:
         if report.skipped and all(one.reason == _already(attention) for one in report.skipped):
             raise ValueError(f"the attentions of this {type(model).__name__} are {attention!r} already")
-        found = "; ".join(f"{one.path} ({one.kind}): {one.reason}" for one in report.skipped) or "it has no attention"
+        found = "; ".join(grouped(report.skipped)) or "it has no attention"
         raise ValueError(f"nothing in this {type(model).__name__} could be converted to {attention!r}: {found}")
     if all(attention in SAME_FUNCTION.get(one.old, ()) for one in report.converted):
         report.note = SAME_NOTE

@@ -1,6 +1,6 @@
 """What a conversion did, what it left alone and why, and the way back."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 NOTE = (
@@ -28,6 +28,19 @@ class Skipped:
     path: str
     kind: str
     reason: str
+
+
+def grouped(skipped: Sequence[Skipped]) -> list[str]:
+    """One line per reason and class: the attention, or their number with the first and the last one."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for one in skipped:
+        groups.setdefault((one.kind, one.reason), []).append(one.path)
+    return [
+        f"{paths[0]} ({kind}): {reason}"
+        if len(paths) == 1
+        else f"{len(paths)} attentions, {paths[0]} to {paths[-1]} ({kind}): {reason}"
+        for (kind, reason), paths in groups.items()
+    ]
 
 
 @dataclass
@@ -61,7 +74,7 @@ class ConversionReport:
         for one in self.converted:
             dropped = f", dropped {', '.join(one.dropped)}" if one.dropped else ""
             lines.append(f"  {one.path}: {one.old} -> {one.new}{dropped}")
-        lines += [f"  {one.path}: {one.kind} left alone, {one.reason}" for one in self.skipped]
+        lines += [f"  left alone: {line}" for line in grouped(self.skipped)]
         if not self.proven:
             lines.append(
                 "Not run: no input of this model is known. Pass example_inputs, and one forward proves the rest."

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sima_attn._errors import check_installed
+from sima_attn._install import install_command
 from sima_attn.data.images import ENDINGS, images_in, is_hidden, read_image
 
 if TYPE_CHECKING:
@@ -132,6 +133,12 @@ def _source_of(root: Path, split: str, labelled: bool = True) -> Callable[[], So
     return None
 
 
+def whole_folder(path: str | Path, *, labelled: bool = True) -> Source:
+    """The train images or, in a folder without splits, all images."""
+    root = _folder(path)
+    return (_source_of(root, "train", labelled) or partial(ClassFolders, root, labelled))()
+
+
 def has_val_images(path: str | Path) -> bool:
     """Whether the data have val images of their own."""
     return str(path) == "digits" or _source_of(_folder(path), "val") is not None
@@ -148,7 +155,7 @@ def open_split(data: Data, split: str) -> Source:
         raise ValueError(
             f"{data.path} has val images of its own, and data.val={data.val} would hold out others; omit it"
         )
-    whole = (_source_of(_folder(data.path), "train") or partial(ClassFolders, Path(data.path)))()
+    whole = whole_folder(data.path)
     held_out = held_out_indices(whole, data.val, data.split_seed)
     return Subset(whole, held_out if split == "val" else np.setdiff1d(np.arange(len(whole)), held_out))
 
@@ -453,7 +460,7 @@ class Digits(Source):
         try:
             from sklearn.datasets import load_digits
         except ImportError:
-            raise ValueError("the digits need scikit-learn: install it with pip install 'sima-attn[data]'") from None
+            raise ValueError(f"the digits need scikit-learn: install it with {install_command('data')}") from None
         images, labels = load_digits(return_X_y=True)
         rank = np.array([np.count_nonzero(labels[:i] == label) for i, label in enumerate(labels)])  # within its class
         chosen = np.flatnonzero((rank % 5 == 4) == (split == "val"))

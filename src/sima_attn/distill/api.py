@@ -125,11 +125,11 @@ def _teacher(model: nn.Module | str | Path, weights: str | Path | None, pretrain
         return _check_gives_tokens(
             LoadedModel(settings_of(copied).name, copied, preprocessing, *class_names_of(copied))
         )
-    loaded = _check_gives_tokens(load_model(model, weights=weights, pretrained=pretrained))
+    loaded = _check_gives_tokens(load_model(model, weights=weights, pretrained=pretrained, features=None))
     if not loaded.trained:
         raise ValueError(
             f"{model} has random weights, from which there is nothing to learn; give trained ones with --pretrained or "
-            "--weights, or the folder of a run"
+            "--weights FILE, or the folder of a run"
         )
     return loaded
 

@@ -89,7 +89,7 @@ class PhotoModel(LoadedModel):
 
 def load_photo_model(what: str | Path | None = None, *, device: str = "cpu") -> PhotoModel:
     """Load a model by name, run or file; see `load_model`."""
-    return PhotoModel(**vars(load_model(what, device=device)))
+    return PhotoModel(**vars(load_model(what, features=None, device=device)))
 
 
 def photo_model(

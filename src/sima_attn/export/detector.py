@@ -66,7 +66,7 @@ class DetectorReport(NamedTuple):
         facts = [f"{self.path}: {self.file_bytes / 2**20:.2f} MiB, opset {OPSET}"]
         facts += [f"input image 3x{self.size}x{self.size}, outputs {', '.join(self.outputs)}"]
         if not self.objects:
-            return [*facts, f"parity with torch: no object on {self.images} images; give others with --images"]
+            return [*facts, f"parity with torch: no object on {self.images} images; give others with --data"]
         errors = ", ".join(f"{name} {error:.1e}{' px' * (name == 'boxes')}" for name, error in self.parity.items())
         return [*facts, f"parity with torch on {self.objects} objects in {self.images} images: {errors}"]
 
@@ -131,7 +131,7 @@ def images_of_run(recipe: DetectRecipe, count: int = 4) -> list[Image.Image]:
         return [source.read(i) for i in range(min(count, len(source)))]
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"the run's own images cannot be read: {first_line(error)}; give photos to compare on with --images FOLDER"
+            f"the run's own images cannot be read: {first_line(error)}; give photos to compare on with --data FOLDER"
         ) from error
 
 

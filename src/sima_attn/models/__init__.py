@@ -1,6 +1,7 @@
 """image -> logits or feature maps: the model families, and a name, a run folder or a file -> a model.
 
 cvt, deit, miniature, xcit    the families, registered with timm when timm is imported
+sizes, names                  their sizes; the names of all models, ours and timm's
 settings, loading             the settings of a model -> the model; anything a user calls a model -> the model
 saving                        a model in memory -> a folder that loading takes
 preprocessing                 how a photo becomes an input

@@ -17,6 +17,7 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from sima_attn.models._build import build_model, register_family
+from sima_attn.models.sizes import CVT
 from sima_attn.nn.attention import Attention, check_tokens, normed
 from sima_attn.nn.baselines.softmax import ExplicitSoftmaxAttention, SoftmaxAttention
 from sima_attn.nn.baselines.xca import XCAttention
@@ -395,10 +396,6 @@ def from_transformers_state_dict(state_dict: Mapping[str, Tensor]) -> dict[str, 
     return ours
 
 
-SIZES: dict[str, dict[str, Any]] = {
-    "sima_cvt_13": {"depths": (1, 2, 10)},
-    "sima_cvt_21": {"depths": (1, 4, 16)},
-}
 TRAINED_TOKENS = (56 * 56, 28 * 28, 14 * 14 + 1)  # per stage at 224 px, with the class token
 
 
@@ -418,4 +415,4 @@ def build_cvt(name: str, *, token_ref: str | None = None, **kwargs) -> Cvt:
     return build_model(Cvt, name, **kwargs)
 
 
-register_family(__name__, SIZES, build_cvt, first_conv="stages.0.patch_embed.proj")
+register_family(__name__, CVT, build_cvt, first_conv="stages.0.patch_embed.proj")

@@ -11,31 +11,12 @@ from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_
 
 from sima_attn.models._build import build_model, choose_attention, register_family
 from sima_attn.models.patch_embed import ProductPatchEmbed
-
-WIDTHS: dict[str, dict[str, Any]] = {
-    "tiny": {"embed_dim": 192, "num_heads": 3},
-    "small": {"embed_dim": 384, "num_heads": 6},
-    "base": {"embed_dim": 768, "num_heads": 12},
-}
-# The variants of the paper: a single head, ReLU in place of GELU (then the whole network is free of exp()),
-# and LayerScale, which the authors' listing has.
-VARIANTS: dict[str, dict[str, Any]] = {
-    "": {},
-    "_1head": {"num_heads": 1},
-    "_relu": {"relu": True},
-    "_layerscale": {"init_values": 1.0},
-}
-SIZES = {
-    f"sima_deit_{width}_patch16_{px}{suffix}": {"patch_size": 16, "depth": 12, **size, **variant, "img_size": px}
-    for width, size in WIDTHS.items()
-    for px in (224, 384)
-    for suffix, variant in VARIANTS.items()
-}
+from sima_attn.models.sizes import DEIT, Sizes
 
 
 def build_vit(
     cls: type[VisionTransformer],
-    sizes: dict[str, dict[str, Any]],
+    sizes: Sizes,
     name: str,
     *,
     attention: str = "sima",
@@ -66,4 +47,4 @@ def build_vit(
     return build_model(cls, name, filter_fn=checkpoint_filter_fn, attn_layer=layer, class_token=class_token, **kwargs)
 
 
-register_family(__name__, SIZES, partial(build_vit, VisionTransformer, SIZES), first_conv="patch_embed.proj")
+register_family(__name__, DEIT, partial(build_vit, VisionTransformer, DEIT), first_conv="patch_embed.proj")

@@ -15,32 +15,11 @@ from torch import Tensor, nn
 
 from sima_attn.models._build import build_model, register_family
 from sima_attn.models.deit import build_vit
+from sima_attn.models.sizes import MINI_PX, MINI_VIT, MINI_XCIT
 from sima_attn.models.xcit import SimXcit
 from sima_attn.nn.grid import token_grid
 
-PX, PATCH, CLASSES = 64, 4, 100
-
-VIT: dict[str, Any] = {
-    "img_size": PX,
-    "patch_size": PATCH,
-    "embed_dim": 192,
-    "depth": 12,
-    "num_heads": 3,
-    "class_token": False,
-    "global_pool": "avg",
-}
-# XCiT-Tiny's width and class attention; ten layers instead of twelve, to stay under 6 M parameters.
-XCIT: dict[str, Any] = {"img_size": PX, "embed_dim": 192, "depth": 10, "num_heads": 4, "eta": 1.0, "tokens_norm": True}
-VIT_VARIANTS: dict[str, dict[str, Any]] = {
-    "": {},
-    "_1head": {"num_heads": 1},
-    "_relu": {"relu": True},
-    "_local": {"local_mixer": True},
-}
-XCIT_VARIANTS: dict[str, dict[str, Any]] = {"": {}, "_relu": {"relu": True}, "_nolpi": {"lpi": False}}
-VIT_SIZES = {f"sima_vit_mini_patch4_64{suffix}": {**VIT, **variant} for suffix, variant in VIT_VARIANTS.items()}
-XCIT_SIZES = {f"sima_xcit_mini_p4_64{suffix}": {**XCIT, **variant} for suffix, variant in XCIT_VARIANTS.items()}
-SIZES = {**VIT_SIZES, **XCIT_SIZES}
+PATCH, CLASSES = 4, 100
 
 
 torch.fx.wrap("token_grid")  # one node of a traced graph: torch.fx knows no number of tokens
@@ -112,12 +91,12 @@ class MiniXcit(SimXcit):
     """XCiT with a stem for patches of 4 pixels."""
 
     # SimXcit supports patches of 8 and 16. An image of twice the side has as many patches of 8 as this one of 4.
-    trained_px = 2 * PX
+    trained_px = 2 * MINI_PX
 
     def __init__(
         self,
         *,
-        img_size: int | tuple[int, int] = PX,
+        img_size: int | tuple[int, int] = MINI_PX,
         in_chans: int = 3,
         act_layer: type[nn.Module] | None = None,
         **kwargs,
@@ -140,9 +119,9 @@ def build_mini_vit(name: str, *, local_mixer: bool = False, class_token: bool = 
     if local_mixer and (class_token or kwargs.get("reg_tokens")):
         raise ValueError("the local mixer needs all tokens on a grid: use class_token=False and no reg_tokens")
     block = LocalBlock if local_mixer else Block
-    return build_vit(MiniVit, VIT_SIZES, name, class_token=class_token, block_fn=block, **kwargs)
+    return build_vit(MiniVit, MINI_VIT, name, class_token=class_token, block_fn=block, **kwargs)
 
 
-register_family(__name__, VIT_SIZES, build_mini_vit, first_conv="patch_embed.proj", num_classes=CLASSES)
+register_family(__name__, MINI_VIT, build_mini_vit, first_conv="patch_embed.proj", num_classes=CLASSES)
 build_mini_xcit = partial(build_model, MiniXcit, filter_fn=checkpoint_filter_fn)
-register_family(__name__, XCIT_SIZES, build_mini_xcit, first_conv="patch_embed.proj.0.0", num_classes=CLASSES)
+register_family(__name__, MINI_XCIT, build_mini_xcit, first_conv="patch_embed.proj.0.0", num_classes=CLASSES)

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from sima_attn._errors import check_known
 from sima_attn._files import atomic_write
+from sima_attn.models.names import WEIGHTS
 from sima_attn.models.preprocessing import Preprocessing
 from sima_attn.models.weight_files import ABOUT, check_fits, read_about
 
-WEIGHTS = Path(__file__).parents[1] / "weights"
 MOST_BYTES = 12_000_000
 
 

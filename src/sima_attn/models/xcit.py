@@ -12,28 +12,10 @@ from torch import Tensor, nn
 
 from sima_attn._errors import check_known
 from sima_attn.models._build import build_model, choose_attention, register_family, resolve_token_ref
+from sima_attn.models.sizes import XCIT
 from sima_attn.nn import SimClassAttention
 
-# LayerScale starts at 1.0 with 12 layers and at 1e-5 with more; the paper does not state it for 20 layers.
-WIDTHS: dict[str, dict[str, Any]] = {
-    "nano_12": {"embed_dim": 128, "depth": 12, "num_heads": 4, "eta": 1.0, "tokens_norm": False},
-    "tiny_12": {"embed_dim": 192, "depth": 12, "num_heads": 4, "eta": 1.0, "tokens_norm": True},
-    "small_12": {"embed_dim": 384, "depth": 12, "num_heads": 8, "eta": 1.0, "tokens_norm": True},
-    "tiny_20": {"embed_dim": 192, "depth": 20, "num_heads": 4, "eta": 1e-5, "tokens_norm": True},
-    "tiny_24": {"embed_dim": 192, "depth": 24, "num_heads": 4, "eta": 1e-5, "tokens_norm": True},
-    "small_24": {"embed_dim": 384, "depth": 24, "num_heads": 8, "eta": 1e-5, "tokens_norm": True},
-    "medium_24": {"embed_dim": 512, "depth": 24, "num_heads": 8, "eta": 1e-5, "tokens_norm": True},
-    "large_24": {"embed_dim": 768, "depth": 24, "num_heads": 16, "eta": 1e-5, "tokens_norm": True},
-}
-PATCHES = {name: (16,) if name == "tiny_20" else (16, 8) for name in WIDTHS}
-VARIANTS: dict[str, dict[str, Any]] = {"": {}, "_relu": {"relu": True}, "_nolpi": {"lpi": False}}
 TRAINED_PX = 224
-SIZES = {
-    f"sima_xcit_{width}_p{patch}_224{suffix}": {**size, **variant, "patch_size": patch}
-    for width, size in WIDTHS.items()
-    for patch in PATCHES[width]
-    for suffix, variant in VARIANTS.items()
-}
 CLASS_ATTENTIONS = ("sima", "softmax")
 
 
@@ -125,4 +107,4 @@ class BlockWithoutLpi(nn.Module):
 
 
 build_xcit = partial(build_model, SimXcit, filter_fn=checkpoint_filter_fn)
-register_family(__name__, SIZES, build_xcit, first_conv="patch_embed.proj.0.0")
+register_family(__name__, XCIT, build_xcit, first_conv="patch_embed.proj.0.0")

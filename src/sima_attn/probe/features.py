@@ -205,6 +205,13 @@ def _write_header(file: IO[bytes], dtype: np.dtype, images: int, width: int) -> 
     np.lib.format.write_array_header_1_0(file, header)
 
 
+def feature_folder(model: str | Path | None) -> Path:
+    """Where the features of a model are kept: in the folder of its run, or in runs/."""
+    path = Path(model) if model is not None else Path("runs")
+    where = path if path.is_dir() else path.parent if path.is_file() else Path("runs")
+    return (where.parent if where.name == "checkpoints" else where) / "features"
+
+
 def with_workers(data: Data, images: int) -> Data:
     """The settings with worker processes for many images: recipes with a device cache have none."""
     if data.workers or images < FEW_IMAGES:

@@ -83,7 +83,7 @@ def votes(cosines: Tensor, labels: Tensor, classes: int, temperature: float = 0.
     Which class has most does not change with that unit, and at a low temperature exp(cosine / T) would be infinite.
     """
     weights = ((cosines - cosines.amax(1, keepdim=True)) / temperature).exp()
-    return torch.zeros(len(cosines), classes).scatter_add_(1, labels, weights)
+    return weights.new_zeros(len(cosines), classes).scatter_add_(1, labels, weights)
 
 
 def knn_accuracy(

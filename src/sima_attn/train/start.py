@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sima_attn._files import DiskFullError, disk_full_reason, remove_leftovers
+from sima_attn._install import install_command
 from sima_attn._settings import check
 from sima_attn.report.progress import RunProgress
 from sima_attn.train.checkpoint import checkpoints
@@ -63,7 +64,7 @@ def train_task(
                 remove_leftovers(place)
         plots = find_spec("matplotlib") is not None
         if not plots:
-            progress.say("no learning curve will be plotted: it needs matplotlib, pip install 'sima-attn[plots]'")
+            progress.say(f"no learning curve will be plotted: it needs matplotlib, {install_command('plots')}")
         task = build(_without_initial_weights(recipe, folder) if resume else recipe, fabric, progress)
         if recipe.run.cuda_graph:
             check_can_be_recorded(recipe.run, fabric, recordable=task.recordable)

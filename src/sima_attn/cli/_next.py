@@ -1,0 +1,102 @@
+"""The commands that lead on from what a command has written. Only those that work as printed are suggested."""
+
+import os
+import shlex
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from sima_attn.cli._shared import teller
+
+Command = list[str | Path]
+
+
+def say_next(commands: list[Command]) -> None:
+    """Print the commands, quoted for the shell; nothing for none."""
+    for number, command in enumerate(commands):
+        teller()(f"{'      ' if number else 'Next: '}{shlex.join(['sima', *map(str, command)])}")
+
+
+def after_run(folder: Path, metrics: Mapping[str, float]) -> list[Command]:
+    """After a training. What the run can do is read from its metrics: top1 of a classifier, knn_top1 of features."""
+    commands: list[Command] = []
+    photo = first_image(data_of(folder))
+    if "top1" in metrics:
+        commands += [["eval", folder]]
+        commands += [["classify", photo, "--model", folder]] if photo else []
+    elif "knn_top1" in metrics:
+        commands += [["knn", folder]]
+        commands += [["classify", photo, "--model", folder]] if photo else []
+    elif photo:
+        commands += [["heatmap", photo, "--model", folder]]
+    return [*commands, *_export(folder)]
+
+
+def after_detector(folder: Path, metrics: Mapping[str, float]) -> list[Command]:
+    """After the training of a detector."""
+    photo = first_image(data_of(folder))
+    predict: list[Command] = [["detect", "predict", photo, "--model", folder]] if photo else []
+    return [["detect", "eval", folder], *predict]
+
+
+def after_linearize(folder: Path, metrics: Mapping[str, float]) -> list[Command]:
+    """After a linearization: a classifier that was taught without labels has no accuracy."""
+    evaluate: list[Command] = [["eval", folder]] if "top1" in metrics else []
+    return [["audit", folder], *evaluate, *_export(folder)]
+
+
+def after_export(file: Path, about: Mapping[str, Any]) -> list[Command]:
+    """After the export of a model, of whose run `about` are the metadata."""
+    from sima_attn.data.sources import has_val_images
+
+    data = str(about.get("recipe", {}).get("data", {}).get("path", ""))
+    usable = data == "digits" or (Path(data).is_dir() and has_val_images(data))
+    quantize: list[Command] = [["quantize", file, "--data", data]] if data and usable else []
+    return [*quantize, ["audit", file, "--by-module"]]
+
+
+def after_quantize(files: list[Path]) -> list[Command]:
+    """After the quantization of files."""
+    return [["audit", file] for file in files]
+
+
+def after_knn(model: str, data: str | None) -> list[Command]:
+    """After k-NN: the other measure of the same features."""
+    return [["linear", model, *(["--data", data] if data else [])]]
+
+
+def after_heatmap(photo: Path, model: str | None, layer: str) -> list[Command]:
+    """After heat maps: more layers, or the page, where each layer is a click away."""
+    named: Command = ["--model", model] if model else []
+    layers: list[Command] = [["heatmap", photo, *named, "--layer", "all"]] if layer != "all" else []
+    page: list[Command] = [["serve", *named]] if _installed("fastapi", "uvicorn") else []
+    return [*layers, *page]
+
+
+def _export(folder: Path) -> list[Command]:
+    return [["export", folder]] if _installed("onnx", "onnxscript", "onnxruntime") else []
+
+
+def _installed(*packages: str) -> bool:
+    return all(find_spec(package) is not None for package in packages)
+
+
+def data_of(folder: Path) -> str:
+    """The data of a run, as its recipe names them."""
+    import yaml
+
+    path = yaml.safe_load((folder / "recipe.yaml").read_text())["recipe"]["data"]["path"]
+    return str(path)
+
+
+def first_image(data: str) -> Path | None:
+    """An image file in a folder, in val/ rather than in train/; None where there are none, as in parquet files."""
+    from sima_attn.data.images import ENDINGS, is_hidden
+
+    for here, folders, files in os.walk(data):
+        folders[:] = sorted((name for name in folders if not is_hidden(name)), reverse=True)
+        for name in sorted(files):
+            if name.lower().endswith(ENDINGS) and not is_hidden(name):
+                return Path(here) / name
+    return None
