@@ -349,7 +349,9 @@ def test_the_command(source, photos, tmp_path):
     assert result.exit_code == 0, result.output
     assert "has no val images: 20% of each class are held out" in result.output
     assert "there are 24 train images, so the batch is 24 instead of 64" in result.output
-    assert "24 train and 6 val images, 3 classes: the classifier is new" in result.output
+    place = f"{photos.name}/"
+    assert f"24 train images in {place}; 6 val images in {place}, 20% of each class; 3 classes" in result.output
+    assert "the classifier is new" in result.output
     assert "1 epochs of 1 steps, batch 24, 16 px, learning rate 0.0005, times 0.75 for each earlier" in result.output
     result = CliRunner().invoke(app, ["eval", str(out), "--device", "cpu"])
     assert result.exit_code == 0, result.output

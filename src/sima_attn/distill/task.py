@@ -99,6 +99,10 @@ class Linearization(Task):
             recipe.run.seed,
             labelled=recipe.schedule.finetune_epochs > 0,
         )
+        progress.say(
+            f"{len(self.source)} images to learn from in {self.source.place}; {len(self.val)} images to measure on in "
+            f"{self.val.place}"
+        )
         self.share = Share(recipe.run.batch, fabric.global_rank, fabric.world_size, recipe.run.accumulate)
         self.steps_per_epoch = steps_per_epoch(self.source, self.share)
         self.broken = BrokenImages(self.source, progress.say)

@@ -63,6 +63,10 @@ class Classification(Task):
         self.source, self.val = open_split(recipe.data, "train"), open_split(recipe.data, "val")
         check_same_classes(self.source, self.val)
         self.classes = self.source.classes
+        progress.say(
+            f"{len(self.source)} train images in {self.source.place}; {len(self.val)} val images in {self.val.place}; "
+            f"{len(self.classes)} classes"
+        )
         self.share = Share(recipe.run.batch, fabric.global_rank, fabric.world_size, recipe.run.accumulate)
         self.steps_per_epoch = steps_per_epoch(self.source, self.share)
         seed_everything(recipe.run.seed)
