@@ -15,12 +15,13 @@ from sima_attn import finetune, save_official
 from sima_attn._settings import to_dict, with_overrides
 from sima_attn.auditing import audit
 from sima_attn.cli import app
+from sima_attn.data.loader import possible_batch
 from sima_attn.models.building import build_model
 from sima_attn.models.loading import load_model
 from sima_attn.nn import ATTENTIONS
 from sima_attn.train.classify import Classification
 from sima_attn.train.evaluate import evaluate
-from sima_attn.train.finetune_recipe import FinetuneRecipe, default_batch, default_epochs, possible_batch
+from sima_attn.train.finetune_recipe import FinetuneRecipe, default_batch, default_epochs
 from sima_attn.train.finetune_task import Finetuning
 from sima_attn.train.logs import read_log
 from sima_attn.train.recipes import Model

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +20,9 @@ from sima_attn.report.rows import processor_name, write_rows
 from sima_attn.report.tables import TextTable
 
 if TYPE_CHECKING:
+    from sima_attn.data.settings import Data
     from sima_attn.train.engine import RunSummary
+    from sima_attn.train.recipe_choice import Choice
 
 app = typer.Typer()
 MOST_SHOWN = 12  # a confusion matrix of more classes does not fit a screen
@@ -40,22 +43,29 @@ def resolved(
     resume: bool,
     overrides: list[str] | None,
     options: Mapping[str, str | float | bool | None],
+    choose: "Callable[[Data], Choice] | None" = None,
 ) -> Any:
     """The recipe of a run, with the settings of --set and of the options that have a name of their own.
 
-    An option that is None or False was not given.
+    An option that is None or False was not given. Where no recipe is named for data other than those of the default
+    recipe, `choose` chooses one, and its notes are printed.
     """
     from sima_attn.train.run import RunFolder
 
     base = named(recipe or default)
-    if resume and recipe is None:  # it is in the folder; one that is given is compared with it
-        base = RunFolder(folder).read_recipe(type(base))
     given = [
         f"{name}={'true' if value is True else value}"
         for name, value in options.items()
         if value is not None and value is not False
     ]
-    return with_overrides(base, [*(overrides or []), *given])
+    given = [*(overrides or []), *given]
+    if resume and recipe is None:  # it is in the folder; one that is given is compared with it
+        base = RunFolder(folder).read_recipe(type(base))
+    elif recipe is None and choose is not None and (data := with_overrides(base, given).data).path != base.data.path:
+        base, notes = choose(data)
+        for line in notes if os.environ.get("RANK", "0") == "0" else []:
+            teller(Console(stderr=True))(line)
+    return with_overrides(base, given)
 
 
 def say_finished(finished: "RunSummary", folder: Path, what: str, form: str = ".4g") -> None:
@@ -69,7 +79,7 @@ def say_finished(finished: "RunSummary", folder: Path, what: str, form: str = ".
 
 @app.command("train")
 def train_command(
-    recipe: Annotated[str | None, Option(help="Name of a recipe, see `sima recipes`. Default: digits.")] = None,
+    recipe: option.RecipeName = None,
     data: option.Data = None,
     val: option.HeldOut = None,
     out: option.RunFolder = None,
@@ -82,16 +92,19 @@ def train_command(
 ) -> None:
     """Train a model with a recipe. Runs on all processes of torchrun; after an interruption, add --resume."""
     check_installed()
+    from sima_attn.train.recipe_choice import choose_classifier
     from sima_attn.train.recipes import named_recipe
 
     folder = out or Path("runs") / (recipe or "digits")
     options: dict[str, Any] = {"data.path": data, "data.val": val, "run.precision": precision}
     options |= {"run.compile": compile_, "run.cuda_graph": cuda_graph}
-    chosen = resolved(named_recipe, recipe, "digits", folder, resume, overrides, options)
+    choose = partial(choose_classifier, device=resolve_device(device))
+    chosen = resolved(named_recipe, recipe, "digits", folder, resume, overrides, options, choose)
+    folder = out or Path("runs") / (recipe or chosen.name)
     from sima_attn.train.classify import train_classifier  # slow to import: after the settings are checked
 
     finished = train_classifier(chosen, folder, resume=resume, device=device)
-    say_finished(finished, folder, "(weights.safetensors, eval.csv, learning_curve.png)")
+    say_finished(finished, folder, "(weights.safetensors, eval.csv, learning_curve.png, batch.png)")
 
 
 @app.command("eval")

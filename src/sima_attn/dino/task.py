@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from sima_attn._settings import to_dict
+from sima_attn._settings import check, to_dict
 from sima_attn.data.any_images import NONE, OPTIONAL, open_any
 from sima_attn.data.cache import decode, normalise
 from sima_attn.data.crops import CropBatch, CropImage, split_views
@@ -45,7 +45,7 @@ from sima_attn.report.progress import RunProgress
 from sima_attn.train.batch_picture import save_sheet, to_pictures
 from sima_attn.train.classify import output_at
 from sima_attn.train.engine import RunSummary, Task
-from sima_attn.train.start import train_task
+from sima_attn.train.start import train_task, with_possible_batch
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -364,5 +364,11 @@ class Dino(Task):
 def train_dino(
     recipe: DinoRecipe, out: Path | str, *, resume: bool = False, device: str = "auto", quiet: bool = False
 ) -> RunSummary:
-    """Train by a recipe into a folder, or resume the run in it. `weights.safetensors` is the teacher's backbone."""
-    return train_task(recipe, out, build=Dino, command="dino", resume=resume, device=device, quiet=quiet)
+    """Train by a recipe into a folder, or resume the run in it. `weights.safetensors` is the teacher's backbone.
+
+    A batch larger than the data is reduced.
+    """
+    check(recipe)
+    recipe, notes = with_possible_batch(recipe, len(open_any(recipe.data.path, labels=NONE)))
+    options: dict[str, Any] = {"resume": resume, "device": device, "quiet": quiet, "notes": notes}
+    return train_task(recipe, out, build=Dino, command="dino", **options)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from timm.data import Mixup
 from torch import Tensor, nn
 
-from sima_attn._settings import to_dict
+from sima_attn._settings import check, to_dict
 from sima_attn.data.cache import augmented, decode
 from sima_attn.data.loader import (
     Batch,
@@ -33,7 +33,7 @@ from sima_attn.report.progress import RunProgress
 from sima_attn.train.batch_picture import draw_labelled
 from sima_attn.train.engine import RunSummary, Task
 from sima_attn.train.recipes import Recipe
-from sima_attn.train.start import train_task
+from sima_attn.train.start import train_task, with_possible_batch
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -203,5 +203,9 @@ def label_loss(logits: Tensor, labels: Tensor, smoothing: float) -> tuple[Tensor
 def train_classifier(
     recipe: Recipe, out: Path | str, *, resume: bool = False, device: str = "auto", quiet: bool = False
 ) -> RunSummary:
-    """Train by a recipe into a folder, or resume the run in it."""
-    return train_task(recipe, out, build=Classification, command="train", resume=resume, device=device, quiet=quiet)
+    """Train by a recipe into a folder, or resume the run in it. A batch larger than the data is reduced."""
+    check(recipe)
+    mixes = bool(recipe.augment.mixup or recipe.augment.cutmix)
+    recipe, notes = with_possible_batch(recipe, len(open_split(recipe.data, "train")), even=mixes)
+    options: dict[str, Any] = {"resume": resume, "device": device, "quiet": quiet, "notes": notes}
+    return train_task(recipe, out, build=Classification, command="train", **options)
