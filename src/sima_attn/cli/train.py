@@ -16,6 +16,7 @@ from sima_attn._devices import resolve_device
 from sima_attn._settings import with_overrides
 from sima_attn.cli import _options as option
 from sima_attn.cli._shared import console, print_recipes, print_table, teller
+from sima_attn.report.figures import check_can_plot
 from sima_attn.report.rows import processor_name, write_rows
 from sima_attn.report.tables import TextTable
 
@@ -126,15 +127,28 @@ def eval_command(
         Path | None, Option(help="CSV file with the confusion matrix, for the last size.", dir_okay=False)
     ] = None,
     rows: Annotated[Path | None, Option(help="CSV file with one row per size.", dir_okay=False)] = None,
+    mistakes: Annotated[
+        Path | None, Option(help="PNG of the most confident mistakes, for the last size.", dir_okay=False)
+    ] = None,
+    figure: Annotated[
+        Path | None, Option(help="Figure of the accuracy of each class, for the last size.", dir_okay=False)
+    ] = None,
+    split: Annotated[str, Option(help="The images: train, val or test.")] = "val",
     batch: option.BatchSize = 256,
     workers: option.Workers = None,
     device: option.Device = "auto",
 ) -> None:
     """Top-1 and top-5 of a model on the val images, at any size, with and without token_ref."""
     from sima_attn.data.settings import Data
+    from sima_attn.data.sources import class_words
     from sima_attn.models.loading import load_model
     from sima_attn.train.evaluate import evaluate
+    from sima_attn.train.mistakes import draw_mistakes, plot_classes
 
+    if mistakes is not None and mistakes.suffix.lower() != ".png":
+        raise ValueError(f"--mistakes must be a file that ends in .png, got {mistakes}")
+    if figure is not None:
+        check_can_plot(figure)
     device = resolve_device(device)
     loaded = load_model(model, branch="ema" if ema else None)
     trained = Data.of_model(loaded)
@@ -148,13 +162,13 @@ def eval_command(
         for use in [token_ref] if token_ref is not None else [False, True] if both else [False]:
             options = {"size": side, "token_ref": use, "batch": batch, "workers": workers, "device": device}
             with Console(stderr=True).status(f"{side} px"):
-                results.append(evaluate(loaded, data, say=say, **options))  # type: ignore[arg-type]
+                results.append(evaluate(loaded, data, split=split, say=say, **options))  # type: ignore[arg-type]
     lines = [
         [str(r.size), "yes" if r.token_ref else "no", f"{r.top1:.2f}", f"{r.top5:.2f}", f"{r.loss:.4f}", f"{r.images}"]
         for r in results
     ]
     table = TextTable(["px", "token_ref", "top-1", "top-5", "loss", "images"], lines)
-    print_table(table, title=escape(model))
+    print_table(table, title=escape(f"{model} on {results[-1].place}"))
     if not loaded.trained:
         say(f"{model} has no trained weights: this is the accuracy of random ones")
     last = results[-1]
@@ -172,6 +186,17 @@ def eval_command(
     if confusion is not None:
         last.write_confusion(confusion)
         say(f"Confusions: {confusion}")
+    words = class_words(data or trained.path)
+    names = [words.get(row.name, row.name) for row in last.rows]
+    if mistakes is not None and last.mistakes:
+        title = f"{Path(model).name}: the most confident mistakes on {last.images} images"
+        draw_mistakes(mistakes, last.mistakes, names, trained, title)
+        say(f"Mistakes: {mistakes}")
+    elif mistakes is not None:
+        say("the model makes no mistake on these images: there is nothing to draw")
+    if figure is not None:
+        plot_classes(figure, last.rows, names, f"{Path(model).name}: accuracy of each class")
+        say(f"Figure: {figure}")
     if rows is not None:
         write_rows(rows, [result.as_row(Path(model).name, processor_name(device)) for result in results])
         say(f"Rows: {rows}")

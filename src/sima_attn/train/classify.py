@@ -139,7 +139,8 @@ class Classification(Task):
                 world=share.world,
             )
         totals = torch.zeros(4, dtype=torch.float64)
-        for labels, best, loss in top_five(model, batches, self.fabric.autocast):
+        for (_, labels), logits in logits_of(model, batches, self.fabric.autocast):
+            best, loss = top_five(labels, logits)
             hits = best == labels[:, None]
             numbers = torch.stack([hits[:, 0].sum(), hits.sum(), loss, loss.new_tensor(len(labels))])
             totals += numbers.double().cpu()
@@ -154,17 +155,21 @@ class Classification(Task):
 
 
 @torch.no_grad()
-def top_five(
+def logits_of(
     model: nn.Module, batches: Iterator[Batch], autocast: Callable[[], Any] = contextlib.nullcontext
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """(labels [B], the five best classes [B, 5] with the best first, summed loss) of each batch."""
+) -> Iterator[tuple[Batch, Tensor]]:
+    """Each batch, and its logits [B, K] in float32."""
     model.eval()
-    for images, labels in batches:
+    for batch in batches:
         with autocast():
-            logits = model(images)
-        logits = logits.float()  # [B, K]
-        best = logits.topk(min(5, logits.shape[1]), dim=1).indices
-        yield labels, best, F.cross_entropy(logits, labels, reduction="sum")
+            logits = model(batch.images)
+        yield batch, logits.float()
+
+
+def top_five(labels: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The five best classes [B, 5] with the best first, and the summed loss."""
+    best = logits.topk(min(5, logits.shape[1]), dim=1).indices
+    return best, F.cross_entropy(logits, labels, reduction="sum")
 
 
 def create_mixup(augment: Augment, num_classes: int, piece: int) -> Mixup | None:
