@@ -15,9 +15,10 @@ from sima_attn.data.sources import Source, has_val_images, open_split
 from sima_attn.train.finetune_recipe import DEFAULT_VAL
 from sima_attn.train.recipes import named_recipe
 
+# Limits between kinds of data. They are judgements, not measurements.
 PHOTO_SIDE = 96  # pixels; images with a shorter side below it are small
-MANY_IMAGES = 100_000  # from here on the paper's recipes for ImageNet pay
-FEW_IMAGES = 10_000  # up to here a trained model, fine-tuned, is more accurate
+MANY_IMAGES = 100_000  # the paper's recipes are for 1.28 million
+FEW_IMAGES = 10_000  # below, fine-tuning is mentioned
 MEASURED_IMAGES = 32
 LEAST_STEPS, LEAST_BATCH = 16, 8  # steps per epoch, images per step
 
@@ -82,7 +83,7 @@ def choose_recipe(named: Callable[[str], Any], suited: SuitedRecipes, source: So
     recipe = named(suited.name_for(stats))
     run, optim = recipe.run, recipe.optim
     batch = min(run.batch, max(LEAST_BATCH, 2 ** int(math.log2(max(1, stats.images / LEAST_STEPS)))))
-    if not optim.lr_batch:  # the rate would not be scaled; the root suits Adam
+    if not optim.lr_batch:  # not scaled by itself; the root of the batch is the usual rule for Adam
         optim = replace(optim, lr=float(f"{optim.lr * math.sqrt(batch / run.batch):.2g}"))
     run = replace(run, batch=batch)
     if device == "cpu":
@@ -103,6 +104,6 @@ def choose_classifier(data: Data, device: str) -> Choice:
     source = open_split(data, "train")
     recipe, lines = choose_recipe(named_recipe, CLASSIFIERS, source, device)
     if len(source) < FEW_IMAGES:
-        notes.append("with so few images a trained model is more accurate: `sima finetune --data FOLDER`")
+        notes.append("to start from a trained model instead: `sima finetune --data FOLDER`")
     settings = replace(recipe.data, path=data.path, val=data.val)
     return Choice(replace(recipe, data=settings), [*lines, *notes])
