@@ -55,8 +55,8 @@ STUDENTS = ("sima", "sima_local", "relu2")
 # Patch-token cosine, and IoU of the masks; 0 where there is no target.
 TARGETS = {"sima": (0.90, 0.0), "sima_local": (0.94, 0.0), "relu2": (0.975, 0.93)}
 SPEED_SIZES = (518, 1036)
-# 14 steps per epoch at this batch: 1,120 steps block by block, 280 for the attentions in the network, the others for all
-# weights; docs/engineering-notes.md has the rates that were tried.
+# 14 steps per epoch at this batch: 1,120 steps block by block, 280 for the attentions in the network, the others for
+# all weights; docs/engineering-notes.md has the rates that were tried.
 BATCH, EPOCHS = 64, (80, 20, 260)
 SETTINGS = (
     "run.precision=bf16",

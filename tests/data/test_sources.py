@@ -45,7 +45,7 @@ def test_wrong_folders_are_named(tmp_path, folders):
     (tmp_path / "empty" / "train" / "cat").mkdir()
     with pytest.raises(ValueError, match="contains no images"):
         open_data(tmp_path / "empty")
-    with pytest.raises(ValueError, match="split must be 'train' or 'val'"):
+    with pytest.raises(ValueError, match="split must be 'train', 'val' or 'test'"):
         open_data(folders, "tests")
     with pytest.raises(FileNotFoundError, match="is a file"):
         open_data(folders / "train" / "cat" / "0.png")

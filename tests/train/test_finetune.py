@@ -15,12 +15,13 @@ from sima_attn import finetune, save_official
 from sima_attn._settings import to_dict, with_overrides
 from sima_attn.auditing import audit
 from sima_attn.cli import app
+from sima_attn.data.loader import possible_batch
 from sima_attn.models.building import build_model
 from sima_attn.models.loading import load_model
 from sima_attn.nn import ATTENTIONS
 from sima_attn.train.classify import Classification
 from sima_attn.train.evaluate import evaluate
-from sima_attn.train.finetune_recipe import FinetuneRecipe, default_batch, default_epochs, possible_batch
+from sima_attn.train.finetune_recipe import FinetuneRecipe, default_batch, default_epochs
 from sima_attn.train.finetune_task import Finetuning
 from sima_attn.train.logs import read_log
 from sima_attn.train.recipes import Model
@@ -349,7 +350,9 @@ def test_the_command(source, photos, tmp_path):
     assert result.exit_code == 0, result.output
     assert "has no val images: 20% of each class are held out" in result.output
     assert "there are 24 train images, so the batch is 24 instead of 64" in result.output
-    assert "24 train and 6 val images, 3 classes: the classifier is new" in result.output
+    place = f"{photos.name}/"
+    assert f"24 train images in {place}; 6 val images in {place}, 20% of each class; 3 classes" in result.output
+    assert "the classifier is new" in result.output
     assert "1 epochs of 1 steps, batch 24, 16 px, learning rate 0.0005, times 0.75 for each earlier" in result.output
     result = CliRunner().invoke(app, ["eval", str(out), "--device", "cpu"])
     assert result.exit_code == 0, result.output

@@ -152,7 +152,7 @@ def test_a_file_in_place_of_the_folder_is_named(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for name in ("file", "link"):
         with pytest.raises(ValueError, match=rf"{name} is a file or a broken link, not a folder; choose another --out"):
-            train_classifier(small_recipe(tmp_path), tmp_path / name, device="cpu", quiet=True)
+            train_classifier(small_recipe(), tmp_path / name, device="cpu", quiet=True)
     assert (tmp_path / "file").read_text() == "mine"
 
 

@@ -48,6 +48,9 @@ Device = Annotated[str, Option(help="auto, cpu or cuda.")]
 BatchSize = Annotated[int, Option(help="Batch size.", min=1)]
 Workers = Annotated[int | None, Option(help="Worker processes that decode images.", min=0)]
 # Of the commands that train with a recipe.
+RecipeName = Annotated[
+    str | None, Option(help="Name of a recipe, see `sima recipes`. Default: by the images; without --data, digits.")
+]
 RunFolder = Annotated[Path | None, folder("Folder of the run.", show_default="runs/RECIPE")]
 Settings = Annotated[
     list[str] | None,

@@ -1,6 +1,7 @@
 """`sima dino`, `sima knn` and `sima linear`."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,7 +38,7 @@ DtypeOption = Annotated[str, Option(help="dtype of the stored features: float16 
 
 @app.command("dino")
 def dino_command(
-    recipe: Annotated[str | None, Option(help="Name of a recipe, see `sima recipes`. Default: digits.")] = None,
+    recipe: option.RecipeName = None,
     data: option.Data = None,
     out: Annotated[Path | None, option.folder("Folder of the run.", show_default="runs/dino-RECIPE")] = None,
     overrides: option.Settings = None,
@@ -49,15 +50,18 @@ def dino_command(
 ) -> None:
     """Learn features without labels (DINO). Runs on all processes of torchrun; after an interruption, add --resume."""
     check_installed()
+    from sima_attn.dino.recipe_choice import choose_dino
     from sima_attn.dino.recipes import named_dino_recipe
 
     folder = out or Path("runs") / f"dino-{recipe or 'digits'}"
     options = {"data.path": data, "run.precision": precision, "run.compile": compile_, "run.cuda_graph": cuda_graph}
-    chosen = resolved(named_dino_recipe, recipe, "digits", folder, resume, overrides, options)
+    choose = partial(choose_dino, device=resolve_device(device))
+    chosen = resolved(named_dino_recipe, recipe, "digits", folder, resume, overrides, options, choose)
+    folder = out or Path("runs") / f"dino-{recipe or chosen.name}"
     from sima_attn.dino.task import train_dino  # slow to import: after the settings are checked
 
     finished = train_dino(chosen, folder, resume=resume, device=device)
-    say_finished(finished, folder, "(weights.safetensors: the teacher)")
+    say_finished(finished, folder, "(weights.safetensors: the teacher, batch.png)")
 
 
 @app.command("knn")

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,11 +17,14 @@ from sima_attn._settings import with_overrides
 from sima_attn.cli import _options as option
 from sima_attn.cli._next import Command, after_run, say_next
 from sima_attn.cli._shared import console, print_recipes, print_table, teller
+from sima_attn.report.figures import check_can_plot
 from sima_attn.report.rows import processor_name, write_rows
 from sima_attn.report.tables import TextTable
 
 if TYPE_CHECKING:
+    from sima_attn.data.settings import Data
     from sima_attn.train.engine import RunSummary
+    from sima_attn.train.recipe_choice import Choice
 
 app = typer.Typer()
 MOST_SHOWN = 12  # a confusion matrix of more classes does not fit a screen
@@ -41,22 +45,29 @@ def resolved(
     resume: bool,
     overrides: list[str] | None,
     options: Mapping[str, str | float | bool | None],
+    choose: "Callable[[Data], Choice] | None" = None,
 ) -> Any:
     """The recipe of a run, with the settings of --set and of the options that have a name of their own.
 
-    An option that is None or False was not given.
+    An option that is None or False was not given. Where no recipe is named for data other than those of the default
+    recipe, `choose` chooses one, and its notes are printed.
     """
     from sima_attn.train.run import RunFolder
 
     base = named(recipe or default)
-    if resume and recipe is None:  # it is in the folder; one that is given is compared with it
-        base = RunFolder(folder).read_recipe(type(base))
     given = [
         f"{name}={'true' if value is True else value}"
         for name, value in options.items()
         if value is not None and value is not False
     ]
-    return with_overrides(base, [*(overrides or []), *given])
+    given = [*(overrides or []), *given]
+    if resume and recipe is None:  # it is in the folder; one that is given is compared with it
+        base = RunFolder(folder).read_recipe(type(base))
+    elif recipe is None and choose is not None and (data := with_overrides(base, given).data).path != base.data.path:
+        base, notes = choose(data)
+        for line in notes if os.environ.get("RANK", "0") == "0" else []:
+            teller(Console(stderr=True))(line)
+    return with_overrides(base, given)
 
 
 def say_finished(
@@ -77,7 +88,7 @@ def say_finished(
 
 @app.command("train")
 def train_command(
-    recipe: Annotated[str | None, Option(help="Name of a recipe, see `sima recipes`. Default: digits.")] = None,
+    recipe: option.RecipeName = None,
     data: option.Data = None,
     val: option.HeldOut = None,
     out: option.RunFolder = None,
@@ -90,16 +101,19 @@ def train_command(
 ) -> None:
     """Train a model with a recipe. Runs on all processes of torchrun; after an interruption, add --resume."""
     check_installed()
+    from sima_attn.train.recipe_choice import choose_classifier
     from sima_attn.train.recipes import named_recipe
 
     folder = out or Path("runs") / (recipe or "digits")
     options: dict[str, Any] = {"data.path": data, "data.val": val, "run.precision": precision}
     options |= {"run.compile": compile_, "run.cuda_graph": cuda_graph}
-    chosen = resolved(named_recipe, recipe, "digits", folder, resume, overrides, options)
+    choose = partial(choose_classifier, device=resolve_device(device))
+    chosen = resolved(named_recipe, recipe, "digits", folder, resume, overrides, options, choose)
+    folder = out or Path("runs") / (recipe or chosen.name)
     from sima_attn.train.classify import train_classifier  # slow to import: after the settings are checked
 
     finished = train_classifier(chosen, folder, resume=resume, device=device)
-    say_finished(finished, folder, "(weights.safetensors, eval.csv, learning_curve.png)")
+    say_finished(finished, folder, "(weights.safetensors, eval.csv, learning_curve.png, batch.png)")
 
 
 @app.command("eval")
@@ -120,15 +134,28 @@ def eval_command(
         Path | None, option.file("csv", "CSV file with the confusion matrix, for the last size.")
     ] = None,
     rows: Annotated[Path | None, option.file("csv", "CSV file with one row per size.")] = None,
+    mistakes: Annotated[
+        Path | None, option.file("png", "PNG of the most confident mistakes, for the last size.")
+    ] = None,
+    figure: Annotated[
+        Path | None, option.file("png", "Figure of the accuracy of each class, for the last size.")
+    ] = None,
+    split: Annotated[str, Option(help="The images: train, val or test.")] = "val",
     batch: option.BatchSize = 256,
     workers: option.Workers = None,
     device: option.Device = "auto",
 ) -> None:
     """Top-1 and top-5 of a model on the val images, at any size, with and without token_ref."""
     from sima_attn.data.settings import Data
+    from sima_attn.data.sources import class_words
     from sima_attn.models.loading import load_model
     from sima_attn.train.evaluate import evaluate
+    from sima_attn.train.mistakes import draw_mistakes, plot_classes
 
+    if mistakes is not None and mistakes.suffix.lower() != ".png":
+        raise ValueError(f"--mistakes must be a file that ends in .png, got {mistakes}")
+    if figure is not None:
+        check_can_plot(figure)
     device = resolve_device(device)
     loaded = load_model(model, branch="ema" if ema else None)
     trained = Data.of_model(loaded)
@@ -142,13 +169,13 @@ def eval_command(
         for use in [token_ref] if token_ref is not None else [False, True] if both else [False]:
             options = {"size": side, "token_ref": use, "batch": batch, "workers": workers, "device": device}
             with Console(stderr=True).status(f"{side} px"):
-                results.append(evaluate(loaded, data, say=say, **options))  # type: ignore[arg-type]
+                results.append(evaluate(loaded, data, split=split, say=say, **options))  # type: ignore[arg-type]
     lines = [
         [str(r.size), "yes" if r.token_ref else "no", f"{r.top1:.2f}", f"{r.top5:.2f}", f"{r.loss:.4f}", f"{r.images}"]
         for r in results
     ]
     table = TextTable(["px", "token_ref", "top-1", "top-5", "loss", "images"], lines)
-    print_table(table, title=escape(model or loaded.name))
+    print_table(table, title=escape(f"{model or loaded.name} on {results[-1].place}"))
     if not loaded.trained:
         say(f"{loaded.name} has no trained weights: this is the accuracy of random ones")
     last = results[-1]
@@ -166,6 +193,17 @@ def eval_command(
     if confusion is not None:
         last.write_confusion(confusion)
         say(f"Confusions: {confusion}")
+    words = class_words(data or trained.path)
+    names = [words.get(row.name, row.name) for row in last.rows]
+    if mistakes is not None and last.mistakes:
+        title = f"{loaded.name}: the most confident mistakes on {last.images} images"
+        draw_mistakes(mistakes, last.mistakes, names, trained, title)
+        say(f"Mistakes: {mistakes}")
+    elif mistakes is not None:
+        say("the model makes no mistake on these images: there is nothing to draw")
+    if figure is not None:
+        plot_classes(figure, last.rows, names, f"{loaded.name}: accuracy of each class")
+        say(f"Figure: {figure}")
     if rows is not None:
         write_rows(rows, [result.as_row(loaded.name, processor_name(device)) for result in results])
         say(f"Rows: {rows}")

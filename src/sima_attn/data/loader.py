@@ -103,6 +103,11 @@ def steps_per_epoch(source: ImageSource, share: Share) -> int:
     return len(source) // share.batch
 
 
+def possible_batch(batch: int, images: int, parts: int) -> int:
+    """The batch, or the largest one that the images allow and that can be split evenly into parts."""
+    return batch if batch <= images else max(parts, images - images % parts)
+
+
 def batch_indices(
     source: ImageSource, share: Share, seed: int, *, start: int, stop: int, repeats: int = 1
 ) -> Iterator[Piece]:

@@ -16,8 +16,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -31,7 +32,12 @@ if TYPE_CHECKING:
     from sima_attn.data.settings import Data
 
 MAX_UNLISTED_CLASSES = 100_000  # more are not numbers of classes but other ids; ImageNet-21k has 21,841 classes
-SPLITS = {"train": ("train", "training"), "val": ("val", "validation", "valid", "test")}
+# Names of the folders and files of each split, in the order in which they are looked for.
+SPLITS = {
+    "train": ("train", "training"),
+    "val": ("val", "validation", "valid", "test", "testing"),
+    "test": ("test", "testing"),
+}
 
 
 class ImageSource(ABC):
@@ -62,8 +68,10 @@ class Source(ImageSource):
     Attributes:
         classes: Class names, in the order of the labels.
         labels: Labels of all samples [n].
+        place: Where the images lie, for messages.
     """
 
+    place: str = ""
     classes: list[str]
     labels: np.ndarray
 
@@ -74,8 +82,8 @@ class Source(ImageSource):
 class Subset(Source):
     """Some images of a source."""
 
-    def __init__(self, source: Source, indices: np.ndarray) -> None:
-        self.source, self.indices = source, indices
+    def __init__(self, source: Source, indices: np.ndarray, place: str = "") -> None:
+        self.source, self.indices, self.place = source, indices, place
         self.classes, self.labels = source.classes, source.labels[indices]
 
     def name(self, index: int) -> str:
@@ -86,30 +94,30 @@ class Subset(Source):
 
 
 def open_data(path: str | Path, split: str = "train", *, labelled: bool = True) -> Source:
-    """The images of a split ("train" or "val"); the format is detected from the files.
+    """The images of a split ("train", "val" or "test"); the format is detected from the files.
 
     - "digits": scikit-learn's 1797 digits; a fifth of them is val.
     - `train/CLASS/*.jpg`, `val/CLASS/*.jpg`: class folders.
     - `train-*.parquet`, `val-*.parquet` (or inside folders train, val): Hugging Face's image and label columns.
     - `train-*.tar`, `val-*.tar` (or inside folders): webdataset shards with members NAME.jpg and NAME.cls.
 
-    val may also be named validation, valid or test. With labelled=False, for self-supervised learning, labels are
-    optional: images directly in train/, no label column, no .cls members. Then there are no classes, and all labels
-    are 0.
+    val may also be named validation, valid, test or testing, and folders in any case. With labelled=False, for
+    self-supervised learning, labels are optional: images directly in train/, no label column, no .cls members. Then
+    there are no classes, and all labels are 0.
     """
     if split not in SPLITS:
-        raise ValueError(f"split must be 'train' or 'val', got {split!r}")
+        raise ValueError(f"split must be 'train', 'val' or 'test', got {split!r}")
     if str(path) == "digits":
         return Digits(split)
     root = _folder(path)
-    source = _source_of(root, split, labelled)
-    if source is None:
+    files = _files_of(root, split, labelled)
+    if files is None:
+        hint = "`sima train` and `sima finetune` hold out a part of the images in train/CLASS/ or CLASS/ with --val 0.2"
         raise FileNotFoundError(
             f"{root} has no {split} images: neither a folder {split}/ with one folder per class, nor "
-            f"{split}-*.parquet, nor {split}-*.tar; `sima train` and `sima finetune` hold out a part of the images in "
-            "train/CLASS/ or CLASS/ with --val 0.2"
+            f"{split}-*.parquet, nor {split}-*.tar{f'; {hint}' * (split != 'test')}"
         )
-    return source()
+    return files.open()
 
 
 def _folder(path: str | Path) -> Path:
@@ -120,28 +128,51 @@ def _folder(path: str | Path) -> Path:
     return root
 
 
-def _source_of(root: Path, split: str, labelled: bool = True) -> Callable[[], Source] | None:
-    """A function that opens the images of a split; None where the folder has none."""
+class SplitFiles(NamedTuple):
+    """Where the images of a split lie, for messages, and how to open them."""
+
+    place: str
+    make: Callable[[], Source]
+
+    def open(self) -> Source:
+        """The images."""
+        source = self.make()
+        source.place = self.place
+        return source
+
+
+def _files_of(root: Path, split: str, labelled: bool = True) -> SplitFiles | None:
+    """The files of a split; None where the folder has none."""
+    with os.scandir(root) as listing:  # sorted: train comes after Train, and is taken if there are both
+        folders = {name.lower(): root / name for name in sorted(entry.name for entry in listing if entry.is_dir())}
     for alias in SPLITS[split]:
+        folder = folders.get(alias)
         for ending, kind in ((".parquet", Parquet), (".tar", TarShards)):
             files = sorted([*root.glob(f"{alias}[-_.]*{ending}"), *root.glob(f"{alias}{ending}")])
-            files = files or sorted((root / alias).glob(f"*{ending}"))
+            files = files or (sorted(folder.glob(f"*{ending}")) if folder else [])
             if files:
-                return partial(kind, files, root, labelled)
-        if (root / alias).is_dir():
-            return partial(ClassFolders, root / alias, labelled)
+                return SplitFiles(_range_of(files, root), partial(kind, files, root, labelled))
+        if folder:
+            return SplitFiles(f"{folder.name}/", partial(ClassFolders, folder, labelled))
     return None
+
+
+def _range_of(files: Sequence[Path], root: Path) -> str:
+    """The name of a file, or those of the first and the last one."""
+    names = [str(path.relative_to(root)) for path in files]
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
 
 def whole_folder(path: str | Path, *, labelled: bool = True) -> Source:
     """The train images or, in a folder without splits, all images."""
     root = _folder(path)
-    return (_source_of(root, "train", labelled) or partial(ClassFolders, root, labelled))()
+    files = _files_of(root, "train", labelled)
+    return (files or SplitFiles(f"{root.name}/", partial(ClassFolders, root, labelled))).open()
 
 
 def has_val_images(path: str | Path) -> bool:
     """Whether the data have val images of their own."""
-    return str(path) == "digits" or _source_of(_folder(path), "val") is not None
+    return str(path) == "digits" or _files_of(_folder(path), "val") is not None
 
 
 def open_split(data: Data, split: str) -> Source:
@@ -157,7 +188,9 @@ def open_split(data: Data, split: str) -> Source:
         )
     whole = whole_folder(data.path)
     held_out = held_out_indices(whole, data.val, data.split_seed)
-    return Subset(whole, held_out if split == "val" else np.setdiff1d(np.arange(len(whole)), held_out))
+    if split != "val":
+        return Subset(whole, np.setdiff1d(np.arange(len(whole)), held_out), whole.place)
+    return Subset(whole, held_out, f"{whole.place}, {data.val:.0%} of each class")
 
 
 def open_trained_split(data: Data, split: str, path: str | Path | None = None) -> Source:
@@ -236,23 +269,28 @@ def class_words(root: Path | str) -> dict[str, str]:
 
 
 class ClassFolders(Source):
-    """One folder per class, sorted by name, with images at any depth. Hidden files and folders are ignored."""
+    """One folder per class, sorted by name, with images at any depth. Hidden files and folders are ignored.
+
+    With labelled=False a folder of images, or one in which not every folder has images, has no classes.
+    """
 
     def __init__(self, root: Path, labelled: bool = True) -> None:
         with os.scandir(root) as listing:
-            self.classes = sorted(entry.name for entry in listing if entry.is_dir() and not is_hidden(entry.name))
-        self.files = [] if self.classes or labelled else images_in(root)
-        if not self.classes and not self.files:
-            folders, images = f"class folders: put the images in {root}/CLASS/", f"images ({', '.join(ENDINGS)})"
-            raise ValueError(f"{root} contains no {folders if labelled else images}")
-        labels = [0] * len(self.files)
-        for label, name in enumerate(self.classes):
-            found = images_in(root / name, deep=True)
-            if not found:
-                raise ValueError(f"the class folder {root / name} contains no images ({', '.join(ENDINGS)})")
-            self.files += found
-            labels += [label] * len(found)
-        self.labels = np.array(labels)
+            names = sorted(entry.name for entry in listing if entry.is_dir() and not is_hidden(entry.name))
+        images = {name: images_in(root / name, deep=True) for name in names}
+        endings = f"({', '.join(ENDINGS)})"
+        if labelled:
+            if not names:
+                raise ValueError(f"{root} contains no class folders: put the images in {root}/CLASS/")
+            for name in names:
+                if not images[name]:
+                    raise ValueError(f"the class folder {root / name} contains no images {endings}")
+        elif (loose := images_in(root)) or not all(images.values()):
+            names, images = [], {"": sorted([*loose, *chain(*images.values())])}
+        self.classes, self.files = names, list(chain(*images.values()))
+        if not self.files:
+            raise ValueError(f"{root} contains no images {endings}")
+        self.labels = np.repeat(np.arange(len(images)), [len(found) for found in images.values()])
 
     def name(self, index: int) -> str:
         return str(self.files[index])
@@ -456,7 +494,11 @@ def _label(text: bytes, ending: str, where: str) -> int:
 class Digits(Source):
     """scikit-learn's digits, 8 x 8, as RGB; every fifth sample of each class is val."""
 
+    place = "scikit-learn's digits"
+
     def __init__(self, split: str) -> None:
+        if split == "test":
+            raise FileNotFoundError("the digits have train and val images, and no test images")
         try:
             from sklearn.datasets import load_digits
         except ImportError:

@@ -7,7 +7,7 @@ otherwise those of DINO's published code.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from sima_attn._errors import check_known
@@ -154,6 +154,18 @@ def miniature() -> DinoRecipe:
     )
 
 
+def photos() -> DinoRecipe:
+    """Photos at 128 px, for up to 100,000 of them: the model of miniature with patches of 16."""
+    small = miniature()
+    return replace(
+        small,
+        name="photos",
+        model=replace(small.model, kwargs={"img_size": 128, "patch_size": 16}),
+        data=replace(small.data, path="photos", size=128, cache=False, workers=4),  # crops of the whole photo
+        crops=replace(small.crops, local_size=48),
+    )
+
+
 def _imagenet(name: str, model: Model) -> DinoRecipe:
     return DinoRecipe(
         name=name,
@@ -184,7 +196,7 @@ def vit_small() -> DinoRecipe:
 
 
 DINO_RECIPES: dict[str, Callable[[], DinoRecipe]] = {
-    make.__name__: make for make in (digits, miniature, xcit_small_12, xcit_small_12_xca, vit_small)
+    make.__name__: make for make in (digits, miniature, photos, xcit_small_12, xcit_small_12_xca, vit_small)
 }
 
 

@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from sima_attn._settings import to_dict
+from sima_attn._settings import check, to_dict
+from sima_attn.data.any_images import NONE, OPTIONAL, open_any
 from sima_attn.data.cache import decode, normalise
 from sima_attn.data.crops import CropBatch, CropImage, split_views
 from sima_attn.data.loader import (
@@ -33,7 +34,7 @@ from sima_attn.data.loader import (
     seed_everything,
     steps_per_epoch,
 )
-from sima_attn.data.sources import open_data
+from sima_attn.data.sources import has_val_images
 from sima_attn.dino.knn_monitor import KnnProbe
 from sima_attn.dino.recipes import DinoRecipe, Distill
 from sima_attn.models.building import build_model, set_token_refs
@@ -44,7 +45,7 @@ from sima_attn.report.progress import RunProgress
 from sima_attn.train.batch_picture import save_sheet, to_pictures
 from sima_attn.train.classify import output_at
 from sima_attn.train.engine import RunSummary, Task
-from sima_attn.train.start import train_task
+from sima_attn.train.start import train_task, with_possible_batch
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -209,7 +210,7 @@ class Dino(Task):
     def __init__(self, recipe: DinoRecipe, fabric: Fabric, progress: RunProgress) -> None:
         self.recipe, self.fabric = recipe, fabric
         self.title = f"DINO {recipe.name}: {recipe.model.name}, {recipe.model.attention or 'its own'} attention"
-        self.source = open_data(recipe.data.path, "train", labelled=recipe.probe.bank > 0)
+        self.source = open_any(recipe.data.path, labels=OPTIONAL if recipe.probe.bank else NONE)
         self.classes = self.source.classes
         self.share = Share(recipe.run.batch, fabric.global_rank, fabric.world_size, recipe.run.accumulate)
         self.steps_per_epoch = steps_per_epoch(self.source, self.share)
@@ -219,7 +220,12 @@ class Dino(Task):
         if recipe.data.cache:
             self.cache = decode(self.source, "train", recipe.data, fabric.device, progress)
         self.probe = None
-        if recipe.probe.bank:
+        progress.say(f"{len(self.source)} images in {self.source.place}")
+        lacks = None if self.classes else "labels"
+        lacks = lacks or (None if has_val_images(recipe.data.path) else "val images")
+        if recipe.probe.bank and lacks:
+            progress.say(f"the data have no {lacks}, so that no k-NN accuracy is measured during the run")
+        elif recipe.probe.bank:
             self.probe = KnnProbe(recipe, fabric, self.share, self.source, self.cache, progress)
         seed_everything(recipe.run.seed)
         backbone = build_backbone(recipe)
@@ -358,5 +364,11 @@ class Dino(Task):
 def train_dino(
     recipe: DinoRecipe, out: Path | str, *, resume: bool = False, device: str = "auto", quiet: bool = False
 ) -> RunSummary:
-    """Train by a recipe into a folder, or resume the run in it. `weights.safetensors` is the teacher's backbone."""
-    return train_task(recipe, out, build=Dino, command="dino", resume=resume, device=device, quiet=quiet)
+    """Train by a recipe into a folder, or resume the run in it. `weights.safetensors` is the teacher's backbone.
+
+    A batch larger than the data is reduced.
+    """
+    check(recipe)
+    recipe, notes = with_possible_batch(recipe, len(open_any(recipe.data.path, labels=NONE)))
+    options: dict[str, Any] = {"resume": resume, "device": device, "quiet": quiet, "notes": notes}
+    return train_task(recipe, out, build=Dino, command="dino", **options)

@@ -1,6 +1,7 @@
 """linearize: a pretrained softmax model -> the same model with an exp-free attention that keeps what it knows."""
 
 import copy
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch import nn
 from sima_attn._settings import from_dict, with_overrides
 from sima_attn.auditing import audit
 from sima_attn.conversion.huggingface import drops_patches, is_pretrained_model
+from sima_attn.data.loader import possible_batch
 from sima_attn.data.settings import Augment, Data
 from sima_attn.distill.images import open_images
 from sima_attn.distill.networks import classes_of, settings_of
@@ -89,7 +91,10 @@ def linearize(
     recipe = _recipe(loaded, str(images), attention, size, steps, batch, model_kwargs)
     recipe = with_overrides(_with_choices(recipe, keep, budget, finetune), overrides)
     _check_teacher(loaded, recipe.data.size)
-    options |= {"teacher": loaded.model, "classes": _class_names(loaded)}
+    notes = []
+    if recipe.run.batch < batch:
+        notes.append(f"there are few images, so the batch is {recipe.run.batch} instead of {batch}")
+    options |= {"teacher": loaded.model, "classes": _class_names(loaded), "notes": notes}
     return _unwrapped(train_linearization(recipe, out, **options))
 
 
@@ -162,7 +167,7 @@ def _recipe(
     preprocessing = loaded.preprocessing if size is None else replace(loaded.preprocessing, size=size)
     transfer = Transfer(teacher_attention=settings.attention)
     count = len(open_images(images, transfer.held_out, seed=0)[0])
-    batch = min(batch, count)
+    batch = possible_batch(batch, count, int(os.environ.get("WORLD_SIZE", "1")))
     stages = Stages(
         block_epochs=epochs_for(steps // 2, count, batch),
         attention_epochs=epochs_for(steps // 4, count, batch),

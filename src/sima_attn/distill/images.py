@@ -1,10 +1,9 @@
 """Images to learn from, and images to measure on."""
 
-from pathlib import Path
-
 import numpy as np
 
-from sima_attn.data.sources import ClassFolders, Source, Subset, open_data
+from sima_attn.data.any_images import OPTIONAL, REQUIRED, open_any
+from sima_attn.data.sources import Source, Subset
 
 LEAST_IMAGES = 8
 
@@ -15,28 +14,14 @@ def open_images(path: str, held_out: float, seed: int, *, labelled: bool = False
     Labels are optional; with `labelled`, unusable ones are an error. Without val images a part of the others is held
     out, always the same for a seed.
     """
-    root = Path(path)
-    try:
-        train = _open_with_labels(path, "train", required=labelled)
-    except FileNotFoundError:
-        if not root.is_dir():
-            raise
-        train = ClassFolders(root, labelled=False)
+    labels = REQUIRED if labelled else OPTIONAL
+    train = open_any(path, "train", labels=labels)
     if len(train) < LEAST_IMAGES:
         raise ValueError(f"{path} has {len(train)} images; a linearization needs at least {LEAST_IMAGES}")
     try:
-        return train, _open_with_labels(path, "val", required=labelled)
+        return train, open_any(path, "val", labels=labels)
     except FileNotFoundError:
         order = np.random.default_rng(seed).permutation(len(train))
         count = max(1, round(held_out * len(train)))
-        return Subset(train, np.sort(order[count:])), Subset(train, np.sort(order[:count]))
-
-
-def _open_with_labels(path: str, split: str, *, required: bool) -> Source:
-    """The images of a split, with their labels where they have usable ones."""
-    try:
-        return open_data(path, split)
-    except ValueError:
-        if required:
-            raise
-        return open_data(path, split, labelled=False)
+        part = f"{train.place}, {count / len(train):.0%} of the images"
+        return Subset(train, np.sort(order[count:]), train.place), Subset(train, np.sort(order[:count]), part)

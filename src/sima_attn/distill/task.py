@@ -99,6 +99,10 @@ class Linearization(Task):
             recipe.run.seed,
             labelled=recipe.schedule.finetune_epochs > 0,
         )
+        progress.say(
+            f"{len(self.source)} images to learn from in {self.source.place}; {len(self.val)} images to measure on in "
+            f"{self.val.place}"
+        )
         self.share = Share(recipe.run.batch, fabric.global_rank, fabric.world_size, recipe.run.accumulate)
         self.steps_per_epoch = steps_per_epoch(self.source, self.share)
         self.broken = BrokenImages(self.source, progress.say)
@@ -392,6 +396,7 @@ def train_linearization(
     resume: bool = False,
     device: str = "auto",
     quiet: bool = False,
+    notes: Sequence[str] = (),
 ) -> Linearized:
     """Teach by a recipe into a folder, or resume the run in it, which has the teacher in its checkpoints."""
     saved = load_newest(RunFolder(Path(out)).checkpoints) if resume else None
@@ -412,7 +417,8 @@ def train_linearization(
         task = Linearization(recipe, fabric, progress, teacher=teacher, classes=classes or [], record=record)
         return task
 
-    summary = train_task(recipe, out, build=build, command="linearize", resume=resume, device=device, quiet=quiet)
+    options: dict[str, Any] = {"resume": resume, "device": device, "quiet": quiet, "notes": notes}
+    summary = train_task(recipe, out, build=build, command="linearize", **options)
     assert task is not None
     first = task.fabric.is_global_zero
     with RunProgress(shown=first and not quiet) as progress:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from timm.data import Mixup
 from torch import Tensor, nn
 
-from sima_attn._settings import to_dict
+from sima_attn._settings import check, to_dict
 from sima_attn.data.cache import augmented, decode
 from sima_attn.data.loader import (
     Batch,
@@ -33,7 +33,7 @@ from sima_attn.report.progress import RunProgress
 from sima_attn.train.batch_picture import draw_labelled
 from sima_attn.train.engine import RunSummary, Task
 from sima_attn.train.recipes import Recipe
-from sima_attn.train.start import train_task
+from sima_attn.train.start import train_task, with_possible_batch
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -63,6 +63,10 @@ class Classification(Task):
         self.source, self.val = open_split(recipe.data, "train"), open_split(recipe.data, "val")
         check_same_classes(self.source, self.val)
         self.classes = self.source.classes
+        progress.say(
+            f"{len(self.source)} train images in {self.source.place}; {len(self.val)} val images in {self.val.place}; "
+            f"{len(self.classes)} classes"
+        )
         self.share = Share(recipe.run.batch, fabric.global_rank, fabric.world_size, recipe.run.accumulate)
         self.steps_per_epoch = steps_per_epoch(self.source, self.share)
         seed_everything(recipe.run.seed)
@@ -135,7 +139,8 @@ class Classification(Task):
                 world=share.world,
             )
         totals = torch.zeros(4, dtype=torch.float64)
-        for labels, best, loss in top_five(model, batches, self.fabric.autocast):
+        for (_, labels), logits in logits_of(model, batches, self.fabric.autocast):
+            best, loss = top_five(labels, logits)
             hits = best == labels[:, None]
             numbers = torch.stack([hits[:, 0].sum(), hits.sum(), loss, loss.new_tensor(len(labels))])
             totals += numbers.double().cpu()
@@ -150,17 +155,21 @@ class Classification(Task):
 
 
 @torch.no_grad()
-def top_five(
+def logits_of(
     model: nn.Module, batches: Iterator[Batch], autocast: Callable[[], Any] = contextlib.nullcontext
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """(labels [B], the five best classes [B, 5] with the best first, summed loss) of each batch."""
+) -> Iterator[tuple[Batch, Tensor]]:
+    """Each batch, and its logits [B, K] in float32."""
     model.eval()
-    for images, labels in batches:
+    for batch in batches:
         with autocast():
-            logits = model(images)
-        logits = logits.float()  # [B, K]
-        best = logits.topk(min(5, logits.shape[1]), dim=1).indices
-        yield labels, best, F.cross_entropy(logits, labels, reduction="sum")
+            logits = model(batch.images)
+        yield batch, logits.float()
+
+
+def top_five(labels: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The five best classes [B, 5] with the best first, and the summed loss."""
+    best = logits.topk(min(5, logits.shape[1]), dim=1).indices
+    return best, F.cross_entropy(logits, labels, reduction="sum")
 
 
 def create_mixup(augment: Augment, num_classes: int, piece: int) -> Mixup | None:
@@ -199,5 +208,9 @@ def label_loss(logits: Tensor, labels: Tensor, smoothing: float) -> tuple[Tensor
 def train_classifier(
     recipe: Recipe, out: Path | str, *, resume: bool = False, device: str = "auto", quiet: bool = False
 ) -> RunSummary:
-    """Train by a recipe into a folder, or resume the run in it."""
-    return train_task(recipe, out, build=Classification, command="train", resume=resume, device=device, quiet=quiet)
+    """Train by a recipe into a folder, or resume the run in it. A batch larger than the data is reduced."""
+    check(recipe)
+    mixes = bool(recipe.augment.mixup or recipe.augment.cutmix)
+    recipe, notes = with_possible_batch(recipe, len(open_split(recipe.data, "train")), even=mixes)
+    options: dict[str, Any] = {"resume": resume, "device": device, "quiet": quiet, "notes": notes}
+    return train_task(recipe, out, build=Classification, command="train", **options)

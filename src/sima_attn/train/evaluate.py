@@ -21,7 +21,8 @@ from sima_attn.data.sources import check_same_names, open_trained_split
 from sima_attn.models.loading import LoadedModel
 from sima_attn.nn.token_ref import trained_at
 from sima_attn.report.rows import today
-from sima_attn.train.classify import output_at, top_five
+from sima_attn.train.classify import logits_of, output_at, top_five
+from sima_attn.train.mistakes import Mistake, most_confident
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,10 @@ class EvaluationRow:
 
 
 class Evaluation(NamedTuple):
-    """What a model does on a data set. `confusion` [K, K] counts images of class i called j."""
+    """What a model does on a data set. `confusion` [K, K] counts images of class i called j.
+
+    `mistakes` are the most confident ones, `place` says which images were used.
+    """
 
     size: int
     token_ref: bool
@@ -63,6 +67,8 @@ class Evaluation(NamedTuple):
     loss: float
     confusion: Tensor
     rows: list[ClassRow]
+    mistakes: list[Mistake]
+    place: str
 
     def most_confused(self, count: int = 5) -> list[tuple[str, str, int]]:
         """(true class, predicted class, images) of the most frequent mistakes."""
@@ -118,10 +124,13 @@ def evaluate(
     output_at(model, settings.size, "give another --size")
     broken = BrokenImages(source, say)
     batches = evaluation_batches(source, settings, batch, device=torch.device(device), broken=broken)
-    K = len(source.classes)
+    K, mistakes = len(source.classes), list[Mistake]()
     confusion, in_five, loss = torch.zeros(K, K, dtype=torch.long), torch.zeros(K, dtype=torch.long), 0.0
     with trained_at(model, trained.size) if token_ref else nullcontext():
-        for labels, best, batch_loss in top_five(model, batches):
+        for seen, logits in logits_of(model, batches):
+            labels = seen.labels
+            best, batch_loss = top_five(labels, logits)
+            mistakes = most_confident(mistakes, seen, logits)
             confusion += torch.bincount(labels * K + best[:, 0], minlength=K * K).view(K, K).cpu()
             in_five += torch.bincount(labels[(best == labels[:, None]).any(1)], minlength=K).cpu()
             loss += float(batch_loss)
@@ -139,6 +148,8 @@ def evaluate(
         loss=loss / images,
         confusion=confusion,
         rows=rows,
+        mistakes=mistakes,
+        place=source.place,
     )
 
 

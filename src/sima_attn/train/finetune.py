@@ -16,6 +16,7 @@ from torch import nn
 
 from sima_attn._settings import check, from_dict, with_overrides
 from sima_attn.conversion.placing import converted_modules
+from sima_attn.data.loader import possible_batch
 from sima_attn.data.settings import Data
 from sima_attn.data.sources import Source, has_val_images, open_split
 from sima_attn.models.building import Exchanges, token_refs_of, without_sources
@@ -36,7 +37,6 @@ from sima_attn.train.finetune_recipe import (
     default_batch,
     default_epochs,
     default_schedule,
-    possible_batch,
 )
 from sima_attn.train.finetune_task import Finetuning, Start
 from sima_attn.train.recipes import Optim, Run

@@ -89,11 +89,6 @@ def default_batch(images: int) -> int:
     return min(MOST_BATCH, max(LEAST_BATCH, 2 ** int(math.log2(max(1, images / 16)))))
 
 
-def possible_batch(batch: int, images: int, processes: int) -> int:
-    """The batch, or the largest one that the images allow: each process gets an equal part of it."""
-    return batch if batch <= images else max(processes, images - images % processes)
-
-
 def default_schedule(epochs: int) -> Schedule:
     """A tenth of the epochs, at least one, is warm-up; a run of one epoch has none."""
     return Schedule(epochs, warmup_epochs=max(1, epochs // 10) if epochs > 1 else 0, min_lr=1e-6)

@@ -100,7 +100,7 @@ class Finetuning(Classification):
         kept = "the classes are those of the model, whose classifier is kept"
         head = kept if self.keeps_classifier else "the classifier is new"
         return [
-            f"{len(self.source)} train and {len(self.val)} val images, {len(self.classes)} classes: {head}",
+            head,
             self.recipe.summary(len(self.source), self.steps_per_epoch),
         ]
 

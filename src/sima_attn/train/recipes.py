@@ -209,6 +209,19 @@ def shipped() -> Recipe:
     )
 
 
+def photos() -> Recipe:
+    """Photos at 128 px, for up to 100,000 of them: XCiT-T12/8 with SimA and ReLU; on one GPU."""
+    return Recipe(
+        name="photos",
+        model=Model("sima_xcit_tiny_12_p8_224_relu", "sima", drop_path=0.1, constant_drop_path=False),
+        data=Data("photos", size=128, workers=4),
+        augment=Augment(scale=(0.35, 1.0), color_jitter=0.2, mixup=0.8, cutmix=1.0, mix_prob=0.8, smoothing=0.1),
+        optim=Optim(lr=2e-3, lr_batch=0, clip=1.0),
+        schedule=Schedule(epochs=100, warmup_epochs=5),
+        run=Run(batch=512, precision="bf16"),
+    )
+
+
 def _imagenet(name: str, model: str, epochs: int) -> Recipe:
     return Recipe(
         name=name,
@@ -271,6 +284,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
         digits,
         tiny_imagenet,
         shipped,
+        photos,
         deit_small,
         deit_small_1head,
         deit_small_relu,

@@ -6,7 +6,8 @@ import contextlib
 import gc
 import os
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ import torch
 from sima_attn._files import DiskFullError, disk_full_reason, remove_leftovers
 from sima_attn._install import install_command
 from sima_attn._settings import check
+from sima_attn.data.loader import possible_batch
 from sima_attn.report.progress import RunProgress
 from sima_attn.train.checkpoint import checkpoints
 from sima_attn.train.curves import plot_learning_curve
@@ -38,6 +40,7 @@ def train_task(
     resume: bool,
     device: str,
     quiet: bool,
+    notes: Sequence[str] = (),
 ) -> RunSummary:
     """Train by a recipe into a folder, or resume the run in it.
 
@@ -45,6 +48,7 @@ def train_task(
         recipe: A frozen dataclass with the groups `optim`, `schedule` and `run`.
         build: Opens the data of a recipe and returns the task.
         command: The `sima` command that resumes the run, for messages.
+        notes: Lines to print first.
     """
     check(recipe)
     folder = RunFolder(Path(out))
@@ -54,6 +58,8 @@ def train_task(
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(recipe.run.threads or torch.get_num_threads())
         progress = stack.enter_context(RunProgress(shown=first and not quiet))
+        for note in notes:
+            progress.say(note)
         resume_line = f"resume with: {resume_command(command, folder.path, device, fabric.world_size)}"
         stack.enter_context(_tells_how_to_resume(folder, fabric, progress, resume_line))
         if first:
@@ -85,6 +91,21 @@ def train_task(
                 plot_learning_curve(folder.path, folder.curve, task.title)
         _end_together(fabric)
     return summary
+
+
+def with_possible_batch(recipe: Any, images: int, *, even: bool = False) -> tuple[Any, list[str]]:
+    """The recipe with a batch that is not larger than the data, and what to print if it was.
+
+    Args:
+        even: Whether the images of a pass are mixed in pairs.
+    """
+    run = recipe.run
+    parts = int(os.environ.get("WORLD_SIZE", "1")) * run.accumulate * (2 if even else 1)
+    batch = possible_batch(run.batch, images, parts)
+    if batch == run.batch:
+        return recipe, []
+    note = f"there are {images} train images, so the batch is {batch} instead of {run.batch}"
+    return replace(recipe, run=replace(run, batch=batch)), [note]
 
 
 @contextlib.contextmanager

@@ -1,0 +1,27 @@
+"""Images whose labels are optional: those of a split in any format, or all images of a folder."""
+
+from sima_attn.data.sources import Source, open_data, whole_folder
+
+LABELS = REQUIRED, OPTIONAL, NONE = ("required", "optional", "none")
+
+
+def open_any(path: str, split: str = "train", *, labels: str = OPTIONAL) -> Source:
+    """The images of a split; "train" are all images in a folder without splits.
+
+    Args:
+        labels: "required" raises where there are no usable ones, "optional" then opens the images without labels, and
+            "none" always does.
+    """
+    if labels != NONE:
+        try:
+            return _open(path, split, labelled=True)
+        except ValueError:
+            if labels == REQUIRED:
+                raise
+    return _open(path, split, labelled=False)
+
+
+def _open(path: str, split: str, *, labelled: bool) -> Source:
+    if path == "digits" or split != "train":
+        return open_data(path, split, labelled=labelled)
+    return whole_folder(path, labelled=labelled)
