@@ -11,8 +11,9 @@ from PIL.Image import Image
 
 from sima_attn.detect.predict import detect, draw
 from sima_attn.detect.weights import LoadedDetector
+from sima_attn.serve.photos import shrink
 
-OnPhoto = Callable[[Request, Callable[[Image], Any]], Awaitable[Any]]
+OnPhoto = Callable[[Request, Callable[[Image], Any], Callable[[Any], Any]], Awaitable[Any]]
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class FoundObjects:
 
 
 def add_detection(app: FastAPI, detector: LoadedDetector, on_photo: OnPhoto, **route: Any) -> None:
-    """Add the routes of a detector; `on_photo` reads the photo of a request and runs a function on it."""
+    """Add the routes of a detector; `on_photo` reads the photo of a request, prepares it and runs a function on it."""
 
     @app.get("/api/model")
     async def model() -> DetectorFacts:
@@ -56,7 +57,7 @@ def add_detection(app: FastAPI, detector: LoadedDetector, on_photo: OnPhoto, **r
     @app.post("/api/detect", **route)
     async def find(request: Request, threshold: Annotated[float, Query(ge=0, le=1)] = 0.5) -> FoundObjects:
         """The objects with at least this score; the body is the photo file."""
-        return await on_photo(request, lambda photo: find_objects(detector, photo, threshold))
+        return await on_photo(request, shrink, lambda photo: find_objects(detector, photo, threshold))
 
 
 def detector_facts(detector: LoadedDetector) -> DetectorFacts:
