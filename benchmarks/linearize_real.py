@@ -460,10 +460,16 @@ def real_table(rows: Sequence[RealRow]) -> TextTable:
 
 
 def speed_table(rows: Sequence[SpeedRow]) -> TextTable:
-    """One line per attention, size, batch and mode."""
-    head = ["mode", "px", "batch", "attention", "ms", "against softmax"]
-    lines = [[r.mode, str(r.px), str(r.batch), r.attention, f"{r.ms:.2f}", f"{r.speedup:.2f}x"] for r in rows]
-    return TextTable(head, lines)
+    """One line per mode, size and batch: the teacher's time, and how much faster each student is."""
+    groups: dict[tuple[str, int, int], dict[str, SpeedRow]] = {}
+    for row in rows:
+        groups.setdefault((row.mode, row.px, row.batch), {})[row.attention] = row
+    students = [name for name in dict.fromkeys(row.attention for row in rows) if name != "softmax"]
+    lines = [
+        [mode, str(px), str(batch), f"{found['softmax'].ms:.1f}", *(f"{found[name].speedup:.2f}x" for name in students)]
+        for (mode, px, batch), found in groups.items()
+    ]
+    return TextTable(["mode", "px", "batch", "softmax, ms", *students], lines)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -198,8 +198,9 @@ def test_the_layout_in_the_readme_lists_the_packages_in_their_order():
 def tables_of_rows() -> list[tuple[str, str, str]]:
     """(page, file of rows, the table that the page has of them)."""
     from dino_step import DinoStepRow, dino_step_table
+    from finetune_cifar import CifarRow, cifar_table
     from knn_search import KnnSpeedRow, knn_speed_table
-    from linearize_real import RealRow, real_table
+    from linearize_real import RealRow, SpeedRow, real_table, speed_table
     from sima_attn.bench.call_overhead import CallOverheadRow
     from sima_attn.bench.cores import FORWARD, TRAINING
     from sima_attn.bench.cpu import CpuRow
@@ -236,6 +237,7 @@ def tables_of_rows() -> list[tuple[str, str, str]]:
     cores = [gpu_table(gpu, direction) for direction in (FORWARD, TRAINING)]
     cpu_cores = [cpu_table(cpu, 1, direction) for direction in (FORWARD, TRAINING)]
     linearized = real_table(rows("linearize_real.csv", RealRow))
+    cifar = cifar_table(rows("finetune_cifar.csv", CifarRow))
     notes = "docs/engineering-notes.md"
     tables = [
         ("README.md", "model.csv", without(with_lines(step_table(models), *README_CASES), "target")),
@@ -267,7 +269,13 @@ def tables_of_rows() -> list[tuple[str, str, str]]:
         ("docs/gpu.md", "model.csv", without(step_table(models), "target")),
         (notes, "model.csv and call_overhead.csv", targets_table(models, calls)),
         ("docs/linearize.md", "linearize_real.csv", without(without(linearized, "target"), "target")),
+        ("docs/linearize.md", "linearize_speed.csv", speed_table(rows("linearize_speed.csv", SpeedRow))),
         (notes, "linearize_real.csv", linearized),
+        (
+            "docs/finetune.md",
+            "finetune_cifar.csv",
+            without(cifar_table(rows("finetune_cifar.csv", CifarRow)), "seconds"),
+        ),
         ("docs/miniature.md", "miniature.csv", results_table(rows("miniature.csv", ResultRow))),
         ("docs/miniature.md", "unsure.csv", unsure_table(rows("unsure.csv", UnsureRow))),
         ("docs/miniature.md", "miniature_sizes.csv", sizes_table(rows("miniature_sizes.csv", SizeRow))),
