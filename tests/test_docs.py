@@ -271,11 +271,7 @@ def tables_of_rows() -> list[tuple[str, str, str]]:
         ("docs/linearize.md", "linearize_real.csv", without(without(linearized, "target"), "target")),
         ("docs/linearize.md", "linearize_speed.csv", speed_table(rows("linearize_speed.csv", SpeedRow))),
         (notes, "linearize_real.csv", linearized),
-        (
-            "docs/finetune.md",
-            "finetune_cifar.csv",
-            without(cifar_table(rows("finetune_cifar.csv", CifarRow)), "seconds"),
-        ),
+        ("docs/finetune.md", "finetune_cifar.csv", without(cifar, "seconds")),
         ("docs/miniature.md", "miniature.csv", results_table(rows("miniature.csv", ResultRow))),
         ("docs/miniature.md", "unsure.csv", unsure_table(rows("unsure.csv", UnsureRow))),
         ("docs/miniature.md", "miniature_sizes.csv", sizes_table(rows("miniature_sizes.csv", SizeRow))),
