@@ -273,7 +273,7 @@ def test_bad_choices_are_named_and_leave_no_folder(teacher, images, tmp_path):
     with pytest.raises(ValueError, match=r"the classes of the teacher \(10\) and the images \(1\) differ"):
         linearized(teacher, tmp_path / "images", out, finetune=1, batch=8)
     shutil.move(tmp_path / "images" / "cat", tmp_path / "unlabelled")
-    with pytest.raises(ValueError, match="the images have no labels; omit --finetune"):
+    with pytest.raises(ValueError, match="unlabelled contains no class folders"):
         linearized(teacher, tmp_path / "unlabelled", out, finetune=1, batch=8)
     assert not out.exists()
 

@@ -388,7 +388,6 @@ def test_the_command_prints_rows_and_draws(run, tmp_path, monkeypatch):
         (("--data", "nowhere"), "does not exist"),
         (("--map-method", "foo"), "unknown map 'foo'"),
         (("--picture", "p.xyz"), r"a figure must be a file that ends in .*got p\.xyz"),
-        (("--map", "."), "a figure must be a file that ends in"),
         (("--temperature", "nan"), "temperature must be above 0, got nan"),
     ],
 )

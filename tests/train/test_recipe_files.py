@@ -191,7 +191,7 @@ def test_detectors(tmp_path):
     from sima_attn.detect.weights import build_detector, load_detector
 
     recipe = replace(named_detection("coco_mini"), model=Detector("sima_xcit_mini_p4_64_relu", kwargs={"depth": 4}))
-    state = build_detector(recipe, 2).state_dict()
+    state = build_detector(recipe, 2, masks=True).state_dict()
 
     def load(weights=None, **kwargs):
         values = to_dict(recipe)

@@ -63,6 +63,11 @@ def knn_classifier(
     """
     settings = Data.of_model(loaded)
     path = data or settings.path
+    if not path:
+        raise ValueError(
+            f"{loaded.name} gives features: it classifies by the nearest of labelled images; "
+            "give a folder of them with --data"
+        )
     try:
         source = open_data(path) if path == "digits" else whole_folder(path)
     except (FileNotFoundError, ValueError) as error:
