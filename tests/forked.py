@@ -1,4 +1,4 @@
-"""Training in new processes, which a test may kill, stop, or start in pairs as torchrun does.
+"""New processes, which a test may kill, stop, or start in groups as torchrun does, mostly to train.
 
 They are forked from one clean process per pytest worker that has imported what they need: importing torch and the
 package takes longer than their training.
@@ -93,7 +93,23 @@ def _at_step(task, step, act):
     task.after_step = after
 
 
-WORLD = 2
+def run_group(log: Path, world: int, function, *arguments, **options) -> list[int]:
+    """Call the function in each of `world` processes with torchrun's variables. The exit codes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}
+    processes = []
+    for rank in range(world):
+        ranks = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+        environment = {name: str(value) for name, value in {**ranks, **store}.items()}
+        processes.append(start(log, _call_with, environment, function, arguments, options))
+    return _exit_codes(processes)
+
+
+def _call_with(environment, function, arguments, options):
+    os.environ.update(environment)
+    function(*arguments, **options)
 
 
 def train_in_two(log: Path, train, *arguments, stop=None, **options) -> list[int]:
@@ -101,17 +117,11 @@ def train_in_two(log: Path, train, *arguments, stop=None, **options) -> list[int
 
     `stop` is (task, step): the step after which the second process, and only that, is sent SIGTERM.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    return _exit_codes([start(log, _train_rank, rank, port, stop, train, arguments, options) for rank in range(WORLD)])
+    return run_group(log, 2, _train_rank, stop, train, arguments, options)
 
 
-def _train_rank(rank, port, stop, train, arguments, options):
-    ranks = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": WORLD, "LOCAL_WORLD_SIZE": WORLD}
-    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}
-    os.environ.update({name: str(value) for name, value in {**ranks, **store}.items()})
-    if stop and rank == WORLD - 1:
+def _train_rank(stop, train, arguments, options):
+    if stop and os.environ["RANK"] == "1":
         _at_step(*stop, lambda self: os.kill(os.getpid(), signal.SIGTERM))
     train(*arguments, device="cpu", **options)
     names = _thread_names()

@@ -5,7 +5,7 @@ Shapes: B batch, H heads, N tokens, D channels per head, C = H * D.
 
 import functools
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from sima_attn.ops.api import check_mask, check_options, plan, sima_attention, s
 from sima_attn.ops.cost import AttentionShape, Cost, sima_cost
 from sima_attn.ops.eager import NORMS, compute_dtype, sima_eager, without_autocast
 from sima_attn.ops.reference import sima_matrix_reference
+
+if TYPE_CHECKING:
+    from sima_attn.ops.sequence_parallel import Group
 
 
 class Attention(LeafModule, ABC):
@@ -174,6 +177,7 @@ class SimAttention(Attention):
         order: "auto" | "kv" | "qk", see `sima_attention`.
         token_ref: Number of tokens of the training size, see `sima_attention`. None is the paper.
         eps: Smallest value of a norm.
+        group: The processes over which the tokens are split, see `sima_attention`. Only for norm="l1".
     """
 
     exps_in_paper: ClassVar[str | None] = "0"
@@ -187,6 +191,7 @@ class SimAttention(Attention):
         order: str = "auto",
         token_ref: float | None = None,
         eps: float = 1e-12,
+        group: "Group | None" = None,
         **kwargs,
     ) -> None:
         super().__init__(dim, num_heads, *args, **kwargs)
@@ -197,6 +202,7 @@ class SimAttention(Attention):
         self.order = order
         self.token_ref = token_ref
         self.eps = eps
+        self.group = group
 
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, *, token_mask: Tensor | None = None
@@ -209,7 +215,12 @@ class SimAttention(Attention):
         if self.can_stay_packed:
             qkv = self.project(x)  # [B, N, 3, H, D]
             o = sima_attention_qkv(
-                qkv, token_mask=token_mask, order=self.order, token_ref=self.token_ref, eps=self.eps
+                qkv,
+                token_mask=token_mask,
+                order=self.order,
+                token_ref=self.token_ref,
+                eps=self.eps,
+                group=self.group,
             )  # [B, N, H, D]
             return self.project_out(o)
         q, k, v = self.split(x)  # [B, H, N, D] each
@@ -238,7 +249,9 @@ class SimAttention(Attention):
             "eps": self.eps,
         }
         if self.norm_over_tokens == "l1":
-            return sima_attention(q, k, v, order=self.order, **options)
+            return sima_attention(q, k, v, order=self.order, group=self.group, **options)
+        if self.group is not None:
+            raise ValueError(f"group supports norm='l1' only, got norm={self.norm_over_tokens!r}; omit group")
         order = plan(q, k, v, order=self.order).order
         return sima_eager(q, k, v, order=order, norm=self.norm_over_tokens, **options)
 

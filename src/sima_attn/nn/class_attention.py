@@ -3,16 +3,19 @@
 Shapes: B batch, H heads, N tokens (the class token first), D channels per head, C = H * D.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from sima_attn.nn.attention import check_tokens, split_heads
 from sima_attn.nn.leaf_module import LeafModule
-from sima_attn.ops.api import check_eps, check_qkv, check_token_ref
+from sima_attn.ops.api import check_eps, check_qkv, check_token_ref, is_split
 from sima_attn.ops.cost import AttentionShape, Cost
 from sima_attn.ops.eager import compute_dtype, inverse_norm, token_gain, without_autocast
+
+if TYPE_CHECKING:
+    from sima_attn.ops.sequence_parallel import Group
 
 
 class SimClassAttention(LeafModule):
@@ -23,6 +26,9 @@ class SimClassAttention(LeafModule):
     Both norms run over all N tokens, including the class token, so the query of every token is computed although only
     the first is used. eps is 1e-6 as in the authors' class attention (1e-12 elsewhere). `token_ref` is as in
     `sima_attention`. Parameters are named as in timm's ClassAttn.
+
+    With a `group` of processes, each holds the class token and its own part of the other tokens, and gets the new class
+    token. The loss is the sum of the losses of the processes.
     """
 
     def __init__(
@@ -36,6 +42,8 @@ class SimClassAttention(LeafModule):
         eps: float = 1e-6,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        group: "Group | None" = None,
     ) -> None:
         super().__init__()
         check_token_ref(token_ref)
@@ -43,7 +51,7 @@ class SimClassAttention(LeafModule):
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.num_heads = num_heads
         self.head_dim = split_heads(dim, num_heads)
-        self.token_ref, self.eps = token_ref, eps
+        self.token_ref, self.eps, self.group = token_ref, eps, group
         self.q, self.k, self.v = (nn.Linear(dim, dim, bias=qkv_bias, **factory) for _ in range(3))
         self.attn_drop = nn.Dropout(attn_drop)
         self.proj = nn.Linear(dim, dim, **factory)
@@ -65,11 +73,22 @@ class SimClassAttention(LeafModule):
         dtype, work = q.dtype, compute_dtype(q.dtype)
         q, k, v = q.to(work), k.to(work), v.to(work)
         with without_autocast(q):
+            if self.group is not None and is_split(self.group):
+                return self._core_of_split_tokens(q, k, v, self.group).to(dtype)
             s_q, s_k = inverse_norm(q, eps=self.eps), inverse_norm(k, eps=self.eps)  # [B, H, D] each
             if self.token_ref is not None:
                 s_q = s_q * token_gain(q, None, self.token_ref)
             row = (q[:, :, :1] * s_q[:, :, None] * s_k[:, :, None]) @ k.mT  # [B, H, 1, N]
             return (self.attn_drop(row) @ v).to(dtype)
+
+    def _core_of_split_tokens(self, q: Tensor, k: Tensor, v: Tensor, group: "Group") -> Tensor:
+        from sima_attn.ops.sequence_parallel import attention_state, process_group
+
+        v = v * self.attn_drop(torch.ones_like(v[..., :1]))  # the same as dropping entries of the row
+        # The class token is on every process, but counts once: on the first.
+        first = 0 if process_group(group).rank() == 0 else 1
+        tokens = (t[:, :, first:] for t in (q, k, v))
+        return q[:, :, :1] @ attention_state(*tokens, group=group, token_ref=self.token_ref, eps=self.eps)
 
     def cost(self, shape: AttentionShape) -> Cost:
         """One query with N keys, and the norms of all tokens."""

@@ -3,7 +3,7 @@
 Shapes: B batch, H heads, N query tokens, M context tokens, D channels per head, C = H * D.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +12,16 @@ from sima_attn.nn.attention import check_tokens, split_heads
 from sima_attn.nn.leaf_module import LeafModule
 from sima_attn.ops.api import check_options, sima_attention
 
+if TYPE_CHECKING:
+    from sima_attn.ops.sequence_parallel import Group
+
 
 class SimCrossAttention(LeafModule):
     """SimA cross attention: tokens [B, N, C] and context [B, M, context_dim] -> tokens [B, N, C].
 
     |Q|_1 runs over the N query tokens, |K|_1 over the M context tokens. The output of one query therefore depends on
-    the other queries of the same call; `query_mask` keeps padding out of that sum.
+    the other queries of the same call; `query_mask` keeps padding out of that sum. With a `group` of processes, tokens
+    and context are both split over them, see `sima_attention`.
     """
 
     def __init__(
@@ -33,13 +37,15 @@ class SimCrossAttention(LeafModule):
         eps: float = 1e-12,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        group: "Group | None" = None,
     ) -> None:
         super().__init__()
         check_options(order=order, token_ref=token_ref, eps=eps)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.num_heads = num_heads
         self.head_dim = split_heads(dim, num_heads)
-        self.order, self.token_ref, self.eps = order, token_ref, eps
+        self.order, self.token_ref, self.eps, self.group = order, token_ref, eps, group
         self.q = nn.Linear(dim, dim, bias=qkv_bias, **factory)
         self.kv = nn.Linear(context_dim or dim, 2 * dim, bias=qkv_bias, **factory)
         self.proj = nn.Linear(dim, dim, bias=proj_bias, **factory)
@@ -60,7 +66,9 @@ class SimCrossAttention(LeafModule):
         kv = self.kv(context).unflatten(-1, (2, self.num_heads, self.head_dim))  # [B, M, 2, H, D]
         k, v = kv.permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, M, D] each
         masks: dict[str, Any] = {"query_mask": query_mask, "key_mask": context_mask}
-        o = sima_attention(q, k, v, order=self.order, token_ref=self.token_ref, eps=self.eps, **masks)  # [B, H, N, D]
+        o = sima_attention(
+            q, k, v, order=self.order, token_ref=self.token_ref, eps=self.eps, group=self.group, **masks
+        )  # [B, H, N, D]
         return self.proj_drop(self.proj(o.transpose(1, 2).flatten(2)))
 
     def extra_repr(self) -> str:

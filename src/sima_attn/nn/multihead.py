@@ -3,7 +3,7 @@
 Shapes: B batch, H heads, N query tokens, M key tokens, D channels per head, C = H * D.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -14,13 +14,17 @@ from sima_attn.nn.leaf_module import LeafModule
 from sima_attn.ops.api import check_options, sima_attention
 from sima_attn.ops.reference import sima_matrix_reference
 
+if TYPE_CHECKING:
+    from sima_attn.ops.sequence_parallel import Group
+
 
 class SimMultiheadAttention(LeafModule):
     """SimA with the constructor, state dict and call of `torch.nn.MultiheadAttention`.
 
     `key_padding_mask` is exact: in self-attention (query and key the same tensor, or equal views of one) it leaves
     the padding out of both norms; in cross attention it masks the keys. torch.compile does not see where views lie:
-    inside it, pass one tensor as query and key. What SimA has no place for is refused.
+    inside it, pass one tensor as query and key. What SimA has no place for is refused. With a `group` of processes,
+    queries and keys are split over them, see `sima_attention`.
     """
 
     # torch.nn.TransformerEncoderLayer reads these. The last one, False, keeps its fused softmax path off:
@@ -45,6 +49,7 @@ class SimMultiheadAttention(LeafModule):
         order: str = "auto",
         token_ref: float | None = None,
         eps: float = 1e-12,
+        group: "Group | None" = None,
     ) -> None:
         super().__init__()
         if dropout:
@@ -62,7 +67,7 @@ class SimMultiheadAttention(LeafModule):
         self.num_heads = num_heads
         self.head_dim = split_heads(embed_dim, num_heads)
         self.batch_first = batch_first
-        self.order, self.token_ref, self.eps = order, token_ref, eps
+        self.order, self.token_ref, self.eps, self.group = order, token_ref, eps, group
         self.in_proj_weight = nn.Parameter(torch.empty(3 * embed_dim, embed_dim, **factory))
         if bias:
             self.in_proj_bias = nn.Parameter(torch.zeros(3 * embed_dim, **factory))
@@ -91,6 +96,8 @@ class SimMultiheadAttention(LeafModule):
         """
         if attn_mask is not None or is_causal:
             raise ValueError("attn_mask and is_causal cannot be honoured: SimA has no place for masks of token pairs")
+        if need_weights and self.group is not None:
+            raise ValueError("need_weights must be False with a group: no process holds all queries and keys")
         same_tokens = _are_same_tokens(query, key)
         batched = query.dim() == 3
         if not batched:
@@ -103,7 +110,9 @@ class SimMultiheadAttention(LeafModule):
         key_mask = None if key_padding_mask is None else keep_mask(key_padding_mask)
         query_mask = key_mask if same_tokens else None
         masks: dict[str, Any] = {"key_mask": key_mask, "query_mask": query_mask}
-        o = sima_attention(q, k, v, order=self.order, token_ref=self.token_ref, eps=self.eps, **masks)
+        o = sima_attention(
+            q, k, v, order=self.order, token_ref=self.token_ref, eps=self.eps, group=self.group, **masks
+        )  # [B, H, N, D]
         out = self.out_proj(o.transpose(1, 2).flatten(2))  # [B, N, C]
 
         weights = None

@@ -18,7 +18,7 @@ class SimLocalAttention(LocalAttention, SimAttention):
     so there is no `token_ref` to set. The gains g start at 1 and the convolution at zero.
 
     Args:
-        args, kwargs: Arguments of `SimAttention` except `token_ref`.
+        args, kwargs: Arguments of `SimAttention` except `token_ref` and `group`.
         grid: (rows, columns) of the patch tokens. By default a square.
         prefix_tokens: Number of tokens before the patch tokens. By default the smallest from 0 to 8 that fits.
     """
@@ -33,6 +33,11 @@ class SimLocalAttention(LocalAttention, SimAttention):
     def core(
         self, q: Tensor, k: Tensor, v: Tensor, token_mask: Tensor | None = None, key_mask: Tensor | None = None
     ) -> Tensor:
+        if self.group is not None:
+            raise ValueError(
+                "SimLocalAttention does not support group: the convolution of v needs tokens of other processes; "
+                "use SimAttention"
+            )
         o = super().core(q, k, v, token_mask, key_mask)  # [B, H, N, D]
         if token_mask is None:
             local = self.local_values(q, v)

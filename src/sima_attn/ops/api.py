@@ -9,7 +9,7 @@ Shapes: B batch, H heads, N query tokens, M key tokens, D channels per head, Dv 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from sima_attn.ops.cost import resolve_order
 from sima_attn.ops.eager import sima_eager, sima_eager_qkv, trains_packed
 from sima_attn.ops.triton_support import INTERPRETED, describe, is_plain_call, unsupported_reason
 from sima_attn.ops.triton_tiles import order_on_gpu
+
+if TYPE_CHECKING:
+    from sima_attn.ops.sequence_parallel import Group
 
 ORDERS = ("auto", "kv", "qk")
 BACKENDS = ("auto", "eager", "triton")
@@ -51,11 +54,15 @@ def plan_callback(callback: Callable[[Plan], object]) -> Iterator[None]:
         _plan_callback.reset(token)
 
 
-def plan(q: Tensor, k: Tensor, v: Tensor, *, order: str = "auto", backend: str = "auto") -> Plan:
+def plan(
+    q: Tensor, k: Tensor, v: Tensor, *, order: str = "auto", backend: str = "auto", group: "Group | None" = None
+) -> Plan:
     """The order and backend that `sima_attention` uses for these tensors. A named backend is never replaced."""
     check_order(order)
     if backend not in BACKENDS:
         raise unknown_name("backend", backend, BACKENDS)
+    if is_split(group):
+        order, backend = _plan_of_split_tokens(order, backend)
     if backend == "auto":
         # An exported program must run without this package, and may become an ONNX file.
         use_kernels = q.is_cuda and not _is_exporting() and unsupported_reason(q, k, v, order) is None
@@ -73,6 +80,25 @@ def plan(q: Tensor, k: Tensor, v: Tensor, *, order: str = "auto", backend: str =
     if not torch.compiler.is_compiling() and (callback := _plan_callback.get()) is not None:
         callback(chosen)
     return chosen
+
+
+def _plan_of_split_tokens(order: str, backend: str) -> tuple[str, str]:
+    if order == "qk":
+        raise ValueError("order 'qk' needs all keys on one process, but group splits them; use order='kv' or 'auto'")
+    if backend == "triton":
+        raise ValueError(
+            "backend 'triton' does not support group yet; use backend='eager' or 'auto', which run on CUDA"
+        )
+    return "kv", "eager"
+
+
+def is_split(group: "Group | None") -> bool:
+    """True where this process holds a part of the tokens only: in a group of more than one process."""
+    if group is None:
+        return False
+    from sima_attn.ops.sequence_parallel import process_group  # imports torch.distributed, which others do not need
+
+    return process_group(group).size() > 1
 
 
 def _is_exporting() -> bool:
@@ -101,6 +127,7 @@ def sima_attention(
     token_ref: float | None = None,
     eps: float = 1e-12,
     backend: str = "auto",
+    group: "Group | None" = None,
 ) -> Tensor:
     """SimA attention [B, H, N, Dv]: every channel of q and k divided by its l1 norm over the tokens.
 
@@ -123,18 +150,26 @@ def sima_attention(
         eps: Smallest value of a norm, so that a channel of zeros gives zeros.
         backend: "eager" is plain torch on any device, "triton" the fused kernels for CUDA; "auto" uses the kernels
             where they are supported, see `plan`. A named backend runs or raises.
+        group: The processes over which the tokens are split: a DeviceMesh with one dimension, or a ProcessGroup. Each
+            process passes its own queries and keys, any number of them, and gets the output for its queries. The
+            loss is the sum of the losses of the processes.
     """
-    key = _call_key((q, k, v, key_mask, query_mask), (order, token_ref, eps, backend))
+    split = is_split(group)
+    key = None if split else _call_key((q, k, v, key_mask, query_mask), (order, token_ref, eps, backend))
     if key is not None and (call := _prepared.get(key)) is not None:
         return call(q, k, v, query_mask=query_mask, key_mask=key_mask).transpose(1, 2)
-    check_qkv(q, k, v)
+    check_qkv(q, k, v, fewest_tokens=0 if split else 1)
     if key_mask is not None:
         check_mask("key_mask", key_mask, k)
     if query_mask is not None:
         check_mask("query_mask", query_mask, q)
     check_token_ref(token_ref)
     check_eps(eps)
-    chosen = plan(q, k, v, order=order, backend=backend)
+    chosen = plan(q, k, v, order=order, backend=backend, group=group)
+    if group is not None and split:
+        from sima_attn.ops.sequence_parallel import sima_split
+
+        return sima_split(q, k, v, group=group, key_mask=key_mask, query_mask=query_mask, token_ref=token_ref, eps=eps)
     if chosen.backend == "eager":
         return sima_eager(
             q, k, v, order=chosen.order, key_mask=key_mask, query_mask=query_mask, token_ref=token_ref, eps=eps
@@ -176,21 +211,27 @@ def sima_attention_qkv(
     token_ref: float | None = None,
     eps: float = 1e-12,
     backend: str = "auto",
+    group: "Group | None" = None,
 ) -> Tensor:
     """SimA self-attention of a packed projection qkv [B, N, 3, H, D] -> [B, N, H, D].
 
     `token_mask` [B, N] is True for real tokens; the other arguments are those of `sima_attention`.
     """
-    key = _call_key((qkv, token_mask), (order, token_ref, eps, backend))
+    split = is_split(group)
+    key = None if split else _call_key((qkv, token_mask), (order, token_ref, eps, backend))
     if key is not None and (call := _prepared.get(key)) is not None:
         return call(qkv, query_mask=token_mask, key_mask=token_mask)
     if not isinstance(qkv, Tensor) or qkv.dim() != 5 or qkv.shape[2] != 3:
         given = tuple(qkv.shape) if isinstance(qkv, Tensor) else type(qkv).__name__
         raise ValueError(f"qkv must be a tensor [batch, tokens, 3, heads, channels], got {given}")
     q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, D] each
-    check_qkv(q, k, v)
     if token_mask is not None:
         check_mask("token_mask", token_mask, q)
+    if split:
+        masks = {"key_mask": token_mask, "query_mask": token_mask}
+        options: dict[str, Any] = {"order": order, "token_ref": token_ref, "eps": eps, "backend": backend}
+        return sima_attention(q, k, v, group=group, **masks, **options).transpose(1, 2)
+    check_qkv(q, k, v)
     check_token_ref(token_ref)
     check_eps(eps)
     chosen = plan(q, k, v, order=order, backend=backend)
@@ -204,13 +245,13 @@ def sima_attention_qkv(
     return _triton_call(key, chosen.order, token_ref, eps)(qkv, query_mask=token_mask, key_mask=token_mask)
 
 
-def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_qkv(q: Tensor, k: Tensor, v: Tensor, *, fewest_tokens: int = 1) -> None:
     """Raise unless q, k and v fit each other. One short test, because each line counts for small inputs."""
     try:
         (B, H, N, D), (B_k, H_k, M, D_k), (B_v, H_v, M_v, Dv) = q.shape, k.shape, v.shape
         fits = (
             B == B_k == B_v and H == H_k == H_v and D_k == D and M_v == M
-            and H > 0 and N > 0 and M > 0 and D > 0 and Dv > 0
+            and H > 0 and fewest_tokens <= N and fewest_tokens <= M and D > 0 and Dv > 0
             and q.dtype is k.dtype is v.dtype and q.dtype in DTYPES and q.device == k.device == v.device
         )  # fmt: skip
     except (AttributeError, TypeError, ValueError):  # not tensors, or not of four axes

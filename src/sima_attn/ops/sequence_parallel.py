@@ -1,0 +1,135 @@
+"""SimA of tokens that are split over processes: each process holds some of the queries and some of the keys.
+
+K^T V, |K|_1 and |Q|_1 are sums over tokens. Each process computes its part, one all-reduce adds the parts, and every
+process multiplies its own queries by the result:
+
+    O_p = Q_p diag(s) (sum_p K_p^T V_p)          s_c = 1 / (sum_p |Q_p^c|_1  sum_p |K_p^c|_1)
+
+The message has D x Dv + 2 D numbers per head, whatever the number of tokens. The gradient of a sum over processes is
+the sum of their gradients, so the backward pass is one all-reduce of the same size.
+
+Shapes: B batch, H heads, N query tokens, M key tokens, D channels per head, Dv value channels per head; N and M count
+the tokens of this process.
+"""
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from sima_attn.ops.cpu_inference import needs_grad
+from sima_attn.ops.eager import compute_dtype, drop_padding, heads_last, l1_over_tokens, token_gain, without_autocast
+
+Group = ProcessGroup | DeviceMesh
+
+
+def process_group(group: Group) -> ProcessGroup:
+    """The process group of a mesh with one dimension, or the group itself."""
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"group must be a mesh with one dimension, got {group.ndim}: {group.mesh_dim_names}; "
+                "select the one that splits the tokens, e.g. mesh['sequence']"
+            )
+        return group.get_group()
+    if not isinstance(group, ProcessGroup):
+        raise ValueError(
+            f"group must be a DeviceMesh, or a ProcessGroup that this process belongs to, got {type(group).__name__}; "
+            "use e.g. torch.distributed.init_device_mesh"
+        )
+    return group
+
+
+def sima_split(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Group,
+    key_mask: Tensor | None,
+    query_mask: Tensor | None,
+    token_ref: float | None,
+    eps: float,
+) -> Tensor:
+    """SimA of checked arguments: the output [B, H, N, Dv] for the queries of this process."""
+    q, k, v = drop_padding(q, k, v, key_mask=key_mask, query_mask=query_mask)
+    dtype, work = q.dtype, compute_dtype(q.dtype)
+    q, k, v = q.to(work), k.to(work), v.to(work)
+    with without_autocast(q):
+        state = attention_state(q, k, v, group=group, query_mask=query_mask, token_ref=token_ref, eps=eps)
+        return heads_last((q @ state).to(dtype))
+
+
+def attention_state(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Group,
+    query_mask: Tensor | None = None,
+    token_ref: float | None,
+    eps: float,
+) -> Tensor:
+    """diag(s) K^T V [B, H, D, Dv] over the tokens of all processes; padding in q, k and v must be zero."""
+    members = process_group(group)
+    _check_agreement(members, q, k, v, token_ref=token_ref, eps=eps)
+    vectors = [l1_over_tokens(k), l1_over_tokens(q)]  # [B, H, D] each
+    if token_ref is not None:  # N / token_ref is a sum over the processes too
+        vectors.append(torch.ones_like(vectors[0]) * token_gain(q, query_mask, token_ref))
+    message = torch.cat([k.mT @ v, torch.stack(vectors, -1)], -1)  # [B, H, D, Dv + 2], one more with token_ref
+    total = SumOverProcesses.apply(message, members)
+    k_norm, q_norm, *gain = total[..., v.shape[3] :].split(1, -1)  # [B, H, D, 1] each
+    # One norm after the other, as in `folded_attention`: their product can overflow float32.
+    state = total[..., : v.shape[3]] / k_norm.clamp_min(eps) / q_norm.clamp_min(eps)
+    return state * gain[0] if gain else state
+
+
+class SumOverProcesses(torch.autograd.Function):
+    """The sum of a tensor over the processes of a group. Its gradient is the sum of theirs: one all-reduce each."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        """The sum, a new tensor."""
+        ctx.group = group
+        return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", group))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """The sum of the gradients, which can be differentiated again."""
+        return SumOverProcesses.apply(grad, ctx.group), None
+
+
+# The calls that all processes of a group were found to agree on.
+_agreed: WeakKeyDictionary[ProcessGroup, set[str]] = WeakKeyDictionary()
+
+
+def _check_agreement(
+    group: ProcessGroup, q: Tensor, k: Tensor, v: Tensor, *, token_ref: float | None, eps: float
+) -> None:
+    """Raise on all processes if they call with different sizes or options; the number of tokens may differ.
+
+    Otherwise an all-reduce would wait for ever or add unrelated numbers. Descriptions are exchanged the first time that
+    a group sees them, and not while torch.compile traces.
+    """
+    if torch.compiler.is_compiling():
+        return
+    (B, H, _, D), Dv = q.shape, v.shape[3]
+    gradient = needs_grad(q, k, v)
+    call = f"{B=}, {H=}, {D=}, {Dv=}, sums in {q.dtype}, {token_ref=}, {eps=}, {gradient=}"
+    agreed = _agreed.setdefault(group, set())
+    if call in agreed:
+        return
+    calls: list[Any] = [None] * group.size()
+    dist.all_gather_object(calls, call, group=group)
+    if any(other != call for other in calls):
+        listed = "\n".join(f"  process {rank}: {other}" for rank, other in enumerate(calls))
+        raise ValueError(
+            "the processes of a group must call with the same sizes and options, and all or none of them with "
+            f"gradients; only the number of tokens may differ:\n{listed}"
+        )
+    agreed.add(call)
