@@ -20,6 +20,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from closeness import assert_close
 from sima_attn.nn import SimAttention, SimClassAttention, SimCrossAttention, SimLocalAttention, SimMultiheadAttention
 from sima_attn.ops import Plan, plan, sima_attention, sima_attention_qkv
+from sima_attn.ops.sequence_parallel import SumOverProcesses
 
 # The parts of 12, 16 and 10 tokens, by the number of processes.
 EVEN, UNEVEN, EMPTY = 12, 16, 10
@@ -67,6 +68,18 @@ def assert_equals_one_process(
     for x, whole in zip(found, expected, strict=True):
         assert x.dtype == dtype
         assert_close(x, part(whole, 2), bound)
+
+
+def comparison_finds_a_missing_sum(group):
+    def without_group(*tensors, group, **options):
+        return sima_attention(*tensors, **options)
+
+    with pytest.raises(AssertionError, match="relative error"):
+        assert_equals_one_process(group, EVEN, EVEN, attend=without_group)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SumOverProcesses, "backward", lambda ctx, grad: (grad, None))
+        with pytest.raises(AssertionError, match="relative error"):
+            assert_equals_one_process(group)
 
 
 def operator(group):
@@ -192,7 +205,6 @@ def disagreement_is_an_error_on_every_process(group):
 
 def compiled(group):
     compiled_attention = torch.compile(sima_attention, backend="aot_eager", fullgraph=True)
-    assert_equals_one_process(group, attend=compiled_attention)
     assert_equals_one_process(group, attend=compiled_attention, masks="key_mask and query_mask", token_ref=7.0)
     module = SimAttention(8, 2, group=group).double()
     x = torch.randn(2, 3 + dist.get_rank(), 8, dtype=torch.float64)
@@ -289,6 +301,7 @@ def copied_modules_keep_their_group(group):
 CASES = {
     case.__name__: case
     for case in (
+        comparison_finds_a_missing_sum,
         operator,
         queries_and_keys_split_differently,
         masks_and_token_ref,

@@ -4,6 +4,8 @@ The cases are in `split_tokens.py`. One group of each size runs all of them.
 """
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import split_tokens
@@ -25,3 +27,11 @@ def errors(request, tmp_path_factory):
 def test_equals_one_process(errors, case):
     for rank, found in enumerate(errors):
         assert found[case] is None, f"process {rank}:\n{found[case]}"
+
+
+def test_the_example_of_the_docs_runs(tmp_path):
+    page = Path(__file__).parents[2] / "docs" / "operator.md"
+    (example,) = re.findall(r"^```py\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    log = tmp_path / "log"
+    assert forked.run_group(log, 3, exec, example, {}) == [0, 0, 0], log.read_text()
+    assert "process 1: 333 of 1000 tokens, equal to one process" in log.read_text()

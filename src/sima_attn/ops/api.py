@@ -228,9 +228,10 @@ def sima_attention_qkv(
     if token_mask is not None:
         check_mask("token_mask", token_mask, q)
     if split:
-        masks = {"key_mask": token_mask, "query_mask": token_mask}
-        options: dict[str, Any] = {"order": order, "token_ref": token_ref, "eps": eps, "backend": backend}
-        return sima_attention(q, k, v, group=group, **masks, **options).transpose(1, 2)
+        masks: dict[str, Any] = {"key_mask": token_mask, "query_mask": token_mask}
+        return sima_attention(
+            q, k, v, order=order, token_ref=token_ref, eps=eps, backend=backend, group=group, **masks
+        ).transpose(1, 2)
     check_qkv(q, k, v)
     check_token_ref(token_ref)
     check_eps(eps)
