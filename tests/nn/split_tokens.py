@@ -206,9 +206,10 @@ def disagreement_is_an_error_on_every_process(group):
 def compiled(group):
     compiled_attention = torch.compile(sima_attention, backend="aot_eager", fullgraph=True)
     assert_equals_one_process(group, attend=compiled_attention, masks="key_mask and query_mask", token_ref=7.0)
-    module = SimAttention(8, 2, group=group).double()
-    x = torch.randn(2, 3 + dist.get_rank(), 8, dtype=torch.float64)
-    assert_close(torch.compile(module, backend="aot_eager", fullgraph=True)(x), module(x))
+    x = tokens(3 + dist.get_rank())
+    for kind in (SimAttention, SimClassAttention):
+        module = kind(8, 2, group=group).double()
+        assert_close(torch.compile(module, backend="aot_eager", fullgraph=True)(x), module(x))
 
 
 def assert_module_equals_one_process(group, module, *tensors, call=None, **masks):
@@ -257,10 +258,10 @@ def multihead_module(group):
 
 
 def class_attention_module(group):
-    for options in ({}, {"token_ref": 4.0, "eps": 0.5}):
+    for N, options in ((UNEVEN, {}), (EMPTY, {"token_ref": 4.0, "eps": 0.5})):
         module = SimClassAttention(8, 2, **options).double()
         parameters = list(module.parameters())
-        class_token, patches = tokens(1), tokens(UNEVEN)
+        class_token, patches = tokens(1), tokens(N)
         weights = torch.randn(dist.get_world_size(), 2, 1, 8, dtype=torch.float64)  # each process has its own loss
 
         def attend(class_token, patches, module=module):
@@ -328,7 +329,7 @@ CASES = {
 
 def run_cases(folder: Path) -> None:
     """Run all cases in this process of a group; write the error of each, None where there is none."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     errors = {}
     for name, case in CASES.items():

@@ -86,9 +86,7 @@ def _plan_of_split_tokens(order: str, backend: str) -> tuple[str, str]:
     if order == "qk":
         raise ValueError("order 'qk' needs all keys on one process, but group splits them; use order='kv' or 'auto'")
     if backend == "triton":
-        raise ValueError(
-            "backend 'triton' does not support group yet; use backend='eager' or 'auto', which run on CUDA"
-        )
+        raise ValueError("backend 'triton' does not support group; use 'eager' or 'auto', plain torch on any device")
     return "kv", "eager"
 
 
