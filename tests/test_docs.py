@@ -162,11 +162,13 @@ def test_every_benchmark_is_on_the_page_of_benchmarks():
     assert commands - shown == set()
 
 
-def without(table: TextTable, column: str) -> TextTable:
-    """The table without a column."""
-    place = table.header.index(column)
-    header, *lines = [[*line[:place], *line[place + 1 :]] for line in (table.header, *table.lines)]
-    return TextTable(header, lines, table.bold)
+def without(table: TextTable, *columns: str) -> TextTable:
+    """The table without the first column of each of these names."""
+    for column in columns:
+        place = table.header.index(column)
+        header, *lines = [[*line[:place], *line[place + 1 :]] for line in (table.header, *table.lines)]
+        table = TextTable(header, lines, table.bold)
+    return table
 
 
 def with_columns(table: TextTable, *columns: str) -> TextTable:
@@ -236,8 +238,10 @@ def tables_of_rows() -> list[tuple[str, str, str]]:
     calls, models = rows("call_overhead.csv", CallOverheadRow), rows("model.csv", ModelSpeedRow)
     cores = [gpu_table(gpu, direction) for direction in (FORWARD, TRAINING)]
     cpu_cores = [cpu_table(cpu, 1, direction) for direction in (FORWARD, TRAINING)]
+    detect_cpu = detect_table(rows("detect_cpu.csv", DetectSpeedRow))
     linearized = real_table(rows("linearize_real.csv", RealRow))
     cifar = cifar_table(rows("finetune_cifar.csv", CifarRow))
+    miniature = results_table(rows("miniature.csv", ResultRow))
     notes = "docs/engineering-notes.md"
     tables = [
         ("README.md", "model.csv", without(with_lines(step_table(models), *README_CASES), "target")),
@@ -249,7 +253,7 @@ def tables_of_rows() -> list[tuple[str, str, str]]:
         ("docs/benchmarks.md", "demo.csv", demo_table(rows("demo.csv", DemoRow), COUNTED_TOKENS)),
         ("docs/benchmarks.md", "demo_twins.csv", twins_table(rows("demo_twins.csv", TwinRow))),
         ("docs/benchmarks.md", "table_1.csv", table_1(rows("table_1.csv", ModelRow))),
-        ("docs/detection.md", "detect_cpu.csv", without(detect_table(rows("detect_cpu.csv", DetectSpeedRow)), "goal")),
+        ("docs/detection.md", "detect_cpu.csv", without(detect_cpu, "goal", "twin, MiB", "SimA, MiB")),
         (
             "docs/detection.md",
             "detect_cuda.csv",
@@ -268,11 +272,11 @@ def tables_of_rows() -> list[tuple[str, str, str]]:
         ("docs/gpu.md", "model.csv", without(model_table(models), "target")),
         ("docs/gpu.md", "model.csv", without(step_table(models), "target")),
         (notes, "model.csv and call_overhead.csv", targets_table(models, calls)),
-        ("docs/linearize.md", "linearize_real.csv", without(without(linearized, "target"), "target")),
+        ("docs/linearize.md", "linearize_real.csv", without(linearized, "target", "target")),
         ("docs/linearize.md", "linearize_speed.csv", speed_table(rows("linearize_speed.csv", SpeedRow))),
         (notes, "linearize_real.csv", linearized),
         ("docs/finetune.md", "finetune_cifar.csv", without(cifar, "seconds")),
-        ("docs/miniature.md", "miniature.csv", results_table(rows("miniature.csv", ResultRow))),
+        ("docs/miniature.md", "miniature.csv", without(miniature, "what it is", "heads", "params")),
         ("docs/miniature.md", "unsure.csv", unsure_table(rows("unsure.csv", UnsureRow))),
         ("docs/miniature.md", "miniature_sizes.csv", sizes_table(rows("miniature_sizes.csv", SizeRow))),
         ("docs/self-supervised.md", "dino.csv", dino_table(rows("dino.csv", DinoResultRow))),

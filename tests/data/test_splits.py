@@ -52,6 +52,9 @@ def test_no_test_images_are_an_error(data):
         open_data(data, "test")
     with pytest.raises(FileNotFoundError, match="no test images"):
         open_data("digits", "test")
+    (data / "val").rename(data / "more")
+    with pytest.raises(FileNotFoundError, match="no test images"):  # what is not held out are the train images
+        open_split(Data(path=str(data), val=0.25), "test")
 
 
 def test_lower_case_is_taken_where_both_exist(data):

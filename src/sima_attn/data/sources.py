@@ -180,7 +180,7 @@ def open_split(data: Data, split: str) -> Source:
 
     These are parts of the train images, or of `CLASS/*.jpg` in a folder without any split.
     """
-    if data.val is None:
+    if data.val is None or split == "test":
         return open_data(data.path, split)
     if has_val_images(data.path):
         raise ValueError(
