@@ -245,6 +245,18 @@ def test_images_come_from_a_data_folder_as_the_file_takes_them(fp32, tmp_path):
         next(iter(open_images(tmp_path, {**metadata, "labels": '["cat"]'})))
 
 
+def test_class_folders_without_a_split_are_divided(fp32, tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    for name in ("cat", "dog"):
+        (tmp_path / name).mkdir()
+        for i in range(10):
+            image.new("RGB", (8, 8), (25 * i, 0, 0)).save(tmp_path / name / f"{i}.png")
+    metadata = {**read_metadata(fp32), "labels": '["cat", "dog"]'}
+    train, val = (open_images(tmp_path, metadata, split=split) for split in ("train", "val"))
+    assert sorted(val.labels) == [0, 0, 1, 1]
+    assert len(train) == 16
+
+
 def test_wrong_inputs_are_said_and_leave_no_file(fp32, int8, tmp_path):
     out = tmp_path / "m.onnx"
     with pytest.raises(ValueError, match=r"31 calibration images are too few: use at least 32"):
@@ -263,7 +275,7 @@ def test_wrong_inputs_are_said_and_leave_no_file(fp32, int8, tmp_path):
         quantize_onnx(tmp_path / "none.onnx", out, random_images(32))
     with pytest.raises(ValueError, match="no preprocessing metadata"):
         open_images(tmp_path, {})
-    with pytest.raises(FileNotFoundError, match=r"has no val images: .*, nor val-\*\.tar"):
+    with pytest.raises(ValueError, match="contains no class folders"):
         open_images(tmp_path, read_metadata(fp32))
     with pytest.raises(FileNotFoundError, match="none does not exist; set it with --data"):
         open_images(tmp_path / "none", read_metadata(fp32))

@@ -53,7 +53,7 @@ def find_photos(paths: Sequence[str | Path]) -> list[Path]:
         if path.is_dir():
             inside = images_in(path)
             if not inside:
-                raise FileNotFoundError(f"the folder {path} has no images ({', '.join(ENDINGS)})")
+                raise FileNotFoundError(f"the folder {path} has no images directly in it ({', '.join(ENDINGS)})")
             found += inside
         elif path.exists():
             found.append(path)

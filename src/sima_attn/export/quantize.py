@@ -22,6 +22,7 @@ from sima_attn._files import atomic_write
 from sima_attn._version import __version__
 from sima_attn.auditing.model import audit
 from sima_attn.data.images import images_in, open_photo
+from sima_attn.data.settings import Data
 from sima_attn.export.onnx import check_installed, write_metadata
 from sima_attn.export.runtimes import FEATURES, Session, labels_in, open_model
 from sima_attn.models.preprocessing import Preprocessing
@@ -125,10 +126,12 @@ def open_images(
 ) -> Images:
     """Images of a data folder as inputs of an exported file; `most` of them, selected at random.
 
-    The folder has a format of `sima train`, or contains image files, without labels.
+    The folder has a format of `sima train`, where class folders without val images are divided as by `sima finetune`,
+    or it contains image files, without labels.
     """
     from sima_attn.data.loader import evaluation_transform
-    from sima_attn.data.sources import open_data
+    from sima_attn.data.sources import has_val_images, open_split
+    from sima_attn.train.finetune_recipe import DEFAULT_VAL
 
     if "preprocessing" not in metadata:
         raise ValueError("the file has no preprocessing metadata: export it again with `sima export`")
@@ -136,7 +139,8 @@ def open_images(
     raw = metadata.get("preprocessing_inside") == "true"
     root = Path(data)
     files = images_in(root) if root.is_dir() else []
-    source = None if files else open_data(data, split)
+    held_out = None if files or has_val_images(data) else DEFAULT_VAL
+    source = None if files else open_split(Data(str(data), val=held_out), split)
     known = labels_in(metadata)
     if source is not None and known is not None and len(source.classes) != len(known):
         raise ValueError(
