@@ -57,3 +57,13 @@ def photo(size=(90, 60), kind="PNG"):
 
 def give(driver, data, kind="drop", media="image/png"):
     driver.execute_script(GIVE, base64.b64encode(data).decode(), media, kind)
+
+
+def slide(driver, name, value):
+    """Move a slider and let go of it."""
+    driver.execute_script(
+        "const [slider, value] = arguments; slider.value = value;"
+        "for (const kind of ['input', 'change']) slider.dispatchEvent(new Event(kind, { bubbles: true }));",
+        driver.find_element(By.ID, name),
+        value,
+    )

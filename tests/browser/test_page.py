@@ -14,7 +14,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 pytest.importorskip("selenium")
 
-from driving import NARROW, WIDE, complaints, give, in_window, photo, set_window, shown, until
+from driving import NARROW, WIDE, complaints, give, in_window, photo, set_window, shown, slide, until
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -69,15 +69,6 @@ def pixels(driver, canvas="view"):
     """What a canvas shows, in floats."""
     image = Image.open(io.BytesIO(base64.b64decode(driver.execute_script(PIXELS, canvas)))).convert("RGB")
     return np.asarray(image, np.float32)
-
-
-def slide(driver, name, value):
-    driver.execute_script(
-        "const [slider, value] = arguments; slider.value = value;"
-        "for (const kind of ['input', 'change']) slider.dispatchEvent(new Event(kind, { bubbles: true }));",
-        driver.find_element(By.ID, name),
-        value,
-    )
 
 
 def choose(driver, part):
