@@ -371,4 +371,4 @@ def train_dino(
     check(recipe)
     recipe, notes = with_possible_batch(recipe, len(open_any(recipe.data.path, labels=NONE)))
     options: dict[str, Any] = {"resume": resume, "device": device, "quiet": quiet, "notes": notes}
-    return train_task(recipe, out, build=Dino, command="dino", **options)
+    return train_task(recipe, out, build=Dino, **options)

@@ -213,4 +213,4 @@ def train_classifier(
     mixes = bool(recipe.augment.mixup or recipe.augment.cutmix)
     recipe, notes = with_possible_batch(recipe, len(open_split(recipe.data, "train")), even=mixes)
     options: dict[str, Any] = {"resume": resume, "device": device, "quiet": quiet, "notes": notes}
-    return train_task(recipe, out, build=Classification, command="train", **options)
+    return train_task(recipe, out, build=Classification, **options)

@@ -157,7 +157,7 @@ def train_finetuning(
         return task
 
     resume = start is None
-    summary = train_task(recipe, out, build=build, command="finetune", resume=resume, device=device, quiet=quiet)
+    summary = train_task(recipe, out, build=build, resume=resume, device=device, quiet=quiet)
     assert task is not None
     return Finetuned(load(out), task.best.metrics, task.best_epoch, summary)
 
