@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from sima_attn import cli
 from sima_attn.cli import _next
-from sima_attn.data.sources import open_data
+from sima_attn.data.splits import open_data
 from sima_attn.models.loading import load_model
 from sima_attn.probe.features import Features
 from sima_attn.probe.knn import votes

@@ -34,7 +34,7 @@ from sima_attn.data.loader import (
     seed_everything,
     steps_per_epoch,
 )
-from sima_attn.data.sources import has_val_images
+from sima_attn.data.splits import has_val_images
 from sima_attn.dino.knn_monitor import KnnProbe
 from sima_attn.dino.recipes import DinoRecipe, Distill
 from sima_attn.models.building import build_model, set_token_refs

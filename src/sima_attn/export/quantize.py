@@ -127,7 +127,7 @@ def open_images(
     The folder has a format of `sima train`, or contains image files, without labels.
     """
     from sima_attn.data.loader import evaluation_transform
-    from sima_attn.data.sources import open_data
+    from sima_attn.data.splits import open_data
 
     if "preprocessing" not in metadata:
         raise ValueError("the file has no preprocessing metadata: export it again with `sima export`")

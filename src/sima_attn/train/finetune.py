@@ -18,7 +18,8 @@ from sima_attn._settings import check, from_dict, with_overrides
 from sima_attn.conversion.placing import converted_modules
 from sima_attn.data.loader import possible_batch
 from sima_attn.data.settings import Data
-from sima_attn.data.sources import Source, has_val_images, open_split
+from sima_attn.data.sources import Source
+from sima_attn.data.splits import has_val_images, open_split
 from sima_attn.models.building import Exchanges, token_refs_of, without_sources
 from sima_attn.models.huggingface import TRANSFORMERS, TimmInterface, convert_encoder, keep_scale
 from sima_attn.models.loading import LoadedModel, load, load_model
