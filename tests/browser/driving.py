@@ -67,3 +67,11 @@ def slide(driver, name, value):
         driver.find_element(By.ID, name),
         value,
     )
+
+
+def open_page(driver, served):
+    """Open the page of a server, and wait for its model."""
+    driver.get("about:blank")  # so that nothing of the page before is taken for this one
+    complaints(driver)
+    driver.get(served.address)
+    until(driver, lambda: "loading" not in shown(driver, "model"))

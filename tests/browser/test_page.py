@@ -14,7 +14,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 pytest.importorskip("selenium")
 
-from driving import NARROW, WIDE, complaints, give, in_window, photo, set_window, shown, slide, until
+from driving import NARROW, WIDE, complaints, give, in_window, open_page, photo, set_window, shown, slide, until
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -51,13 +51,6 @@ def page(chromium, served):
     open_page(chromium, served)
     yield chromium
     assert complaints(chromium) == []
-
-
-def open_page(driver, served):
-    driver.get("about:blank")  # so that nothing of the page before is taken for this one
-    complaints(driver)
-    driver.get(served.address)
-    until(driver, lambda: "small" in shown(driver, "model"))
 
 
 def drop_and_wait(driver, data=None):
