@@ -25,7 +25,7 @@ from sima_attn import finetune
 from sima_attn._devices import resolve_device
 from sima_attn._settings import with_overrides
 from sima_attn.data.settings import Data
-from sima_attn.data.sources import held_out_indices, open_data
+from sima_attn.data.splits import held_out_indices, open_data
 from sima_attn.models.loading import DEFAULT, load_model
 from sima_attn.models.settings import ModelSettings
 from sima_attn.report.rows import provenance_columns, write_rows

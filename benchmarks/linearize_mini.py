@@ -28,7 +28,7 @@ from sima_attn._devices import resolve_device
 from sima_attn._settings import with_overrides
 from sima_attn.data.loader import BrokenImages, evaluation_batches
 from sima_attn.data.settings import Data
-from sima_attn.data.sources import open_data
+from sima_attn.data.splits import open_data
 from sima_attn.distill.networks import run as outputs_of
 from sima_attn.models.loading import load_model
 from sima_attn.report.rows import provenance_columns, write_rows

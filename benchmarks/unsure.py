@@ -21,7 +21,7 @@ from torch import Tensor
 from sima_attn.cli._shared import progress_bar
 from sima_attn.data.images import images_in, open_photo
 from sima_attn.data.loader import evaluation_transform
-from sima_attn.data.sources import open_data
+from sima_attn.data.splits import open_data
 from sima_attn.models.loading import DEFAULT, LoadedModel, load_model
 from sima_attn.models.pretrained import read_card, save_shipped, weights_file
 from sima_attn.report.rows import provenance_columns, write_rows

@@ -18,6 +18,7 @@ import timm
 import torch
 import typer
 from packaging.requirements import Requirement
+from PIL import Image
 from typer.testing import CliRunner
 
 from sima_attn import __version__, _install, cli
@@ -191,10 +192,10 @@ def test_a_model_may_be_an_argument_or_an_option_but_not_both(monkeypatch):
 
 
 def test_what_is_written_is_a_file_with_its_extension_or_a_folder():
-    """`--out` says which: FILE or FOLDER."""
+    """`--out` says which: FILE or FOLDER, or both where the extension decides."""
     for name, command in commands():
         for parameter in command.params:
-            assert parameter.name != "out" or parameter.metavar in ("FILE", "FOLDER"), name
+            assert parameter.name != "out" or parameter.metavar in ("FILE", "FOLDER", "FILE|FOLDER"), name
 
 
 @pytest.mark.parametrize(
@@ -220,8 +221,25 @@ def test_a_missing_extension_is_added(kind, given, written):
 
 
 def test_a_folder_that_is_named_like_a_file_is_refused():
-    result = runner.invoke(cli.app, ["heatmap", "photo.jpg", "--out", "map.png"])
+    result = runner.invoke(cli.app, ["explain", "statistics", "photo.jpg", "--out", "map.png"])
     assert "--out is a folder for this command, got map.png: omit the .png" in str(result.exception)
+    result = runner.invoke(cli.app, ["heatmap", "photo.jpg", "--out", "map.csv"])
+    assert "--out is a .png file or a folder for this command, got map.csv" in str(result.exception)
+
+
+def test_the_map_of_one_photo_is_a_file_and_those_of_several_are_in_a_folder(tmp_path):
+    for name in ("a", "b"):
+        Image.new("RGB", (64, 64)).save(tmp_path / f"{name}.png")
+    photo, out = str(tmp_path / "a.png"), tmp_path / "maps" / "map.png"
+    sima("heatmap", photo, "--out", str(out))
+    assert Image.open(out).format == "PNG"
+    assert [path.name for path in out.parent.iterdir()] == ["map.png"]
+    for arguments, why in (
+        ((photo, str(tmp_path / "b.png"), "--out", str(out)), "names one file, and there are 2 photos: give a folder"),
+        ((photo, "--raw", "--out", str(out)), "names one file, and --raw writes a second one: give a folder"),
+        ((photo, "--out", photo), "--out would overwrite the photo"),
+    ):
+        assert why in str(runner.invoke(cli.app, ["heatmap", *arguments]).exception)
 
 
 def test_no_path_of_the_clone_is_built_into_the_package():

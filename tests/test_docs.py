@@ -273,7 +273,10 @@ def tables_of_rows() -> list[tuple[str, str, str]]:
         ("docs/gpu.md", "model.csv", without(step_table(models), "target")),
         (notes, "model.csv and call_overhead.csv", targets_table(models, calls)),
         ("docs/linearize.md", "linearize_real.csv", without(linearized, "target", "target")),
-        ("docs/linearize.md", "linearize_speed.csv", speed_table(rows("linearize_speed.csv", SpeedRow))),
+        *(
+            ("docs/linearize.md", name, speed_table(rows(name, SpeedRow)))
+            for name in ("linearize_speed.csv", "linearize_onnx.csv")
+        ),
         (notes, "linearize_real.csv", linearized),
         ("docs/finetune.md", "finetune_cifar.csv", without(cifar, "seconds")),
         ("docs/miniature.md", "miniature.csv", without(miniature, "what it is", "heads", "params")),

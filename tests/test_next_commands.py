@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from sima_attn import cli
 from sima_attn.cli import _next
-from sima_attn.data.sources import open_data
+from sima_attn.data.splits import open_data
 from sima_attn.models.loading import load_model
 from sima_attn.probe.features import Features
 from sima_attn.probe.knn import votes
@@ -57,7 +57,11 @@ def test_what_a_training_suggests_runs_and_suggests_what_runs(suggested, tmp_pat
         output = sima(*words)
         if words[0] == "export":
             quantize, audit = next_commands(output)
-            (last,) = next_commands(sima(*quantize, "--calibrate", 32, "--compare", 8))
+            compared = sima(*quantize, "--calibrate", 32, "--compare", 8)
+            assert ("top-1" in compared, "cosine" in compared) == (
+                (True, False) if kinds[0] == "eval" else (False, True)
+            )
+            (last,) = next_commands(compared)
             for audited in (audit, last):
                 assert "exp" in sima(*audited)
 

@@ -6,7 +6,7 @@ import finetune_cifar
 from finetune_cifar import CifarRow, cifar_table, scratch_recipe, write_subset
 from sima_attn import finetune
 from sima_attn._settings import to_dict, with_overrides
-from sima_attn.data.sources import open_data
+from sima_attn.data.splits import open_data
 from sima_attn.models.loading import load_model
 from sima_attn.report.rows import read_rows
 from small_runs import class_folders

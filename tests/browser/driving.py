@@ -57,3 +57,21 @@ def photo(size=(90, 60), kind="PNG"):
 
 def give(driver, data, kind="drop", media="image/png"):
     driver.execute_script(GIVE, base64.b64encode(data).decode(), media, kind)
+
+
+def slide(driver, name, value):
+    """Move a slider and let go of it."""
+    driver.execute_script(
+        "const [slider, value] = arguments; slider.value = value;"
+        "for (const kind of ['input', 'change']) slider.dispatchEvent(new Event(kind, { bubbles: true }));",
+        driver.find_element(By.ID, name),
+        value,
+    )
+
+
+def open_page(driver, served):
+    """Open the page of a server, and wait for its model."""
+    driver.get("about:blank")  # so that nothing of the page before is taken for this one
+    complaints(driver)
+    driver.get(served.address)
+    until(driver, lambda: "loading" not in shown(driver, "model"))

@@ -14,7 +14,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 pytest.importorskip("selenium")
 
-from driving import NARROW, WIDE, complaints, give, in_window, photo, set_window, shown, until
+from driving import NARROW, WIDE, complaints, give, in_window, open_page, photo, set_window, shown, slide, until
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -53,13 +53,6 @@ def page(chromium, served):
     assert complaints(chromium) == []
 
 
-def open_page(driver, served):
-    driver.get("about:blank")  # so that nothing of the page before is taken for this one
-    complaints(driver)
-    driver.get(served.address)
-    until(driver, lambda: "small" in shown(driver, "model"))
-
-
 def drop_and_wait(driver, data=None):
     give(driver, data or photo())
     until(driver, lambda: driver.find_element(By.ID, "result").is_displayed() and "%" in shown(driver, "status"))
@@ -69,15 +62,6 @@ def pixels(driver, canvas="view"):
     """What a canvas shows, in floats."""
     image = Image.open(io.BytesIO(base64.b64decode(driver.execute_script(PIXELS, canvas)))).convert("RGB")
     return np.asarray(image, np.float32)
-
-
-def slide(driver, name, value):
-    driver.execute_script(
-        "const [slider, value] = arguments; slider.value = value;"
-        "for (const kind of ['input', 'change']) slider.dispatchEvent(new Event(kind, { bubbles: true }));",
-        driver.find_element(By.ID, name),
-        value,
-    )
 
 
 def choose(driver, part):

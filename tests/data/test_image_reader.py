@@ -93,7 +93,7 @@ def read_by_everything(data: bytes, root: Path) -> dict[str, np.ndarray]:
     """The same photo through each way into the package."""
     pa = pytest.importorskip("pyarrow")
     pq = pytest.importorskip("pyarrow.parquet")
-    from sima_attn.data.sources import open_data
+    from sima_attn.data.splits import open_data
     from sima_attn.detect.folders import open_split
     from sima_attn.export.quantize import open_images
     from sima_attn.serve.limits import Limits
@@ -136,7 +136,7 @@ def test_evaluation_and_classify_agree_on_a_photo_of_a_turned_phone(tmp_path):
     from sima_attn.data.cache import Cache
     from sima_attn.data.loader import BrokenImages, evaluation_batches
     from sima_attn.data.settings import Data
-    from sima_attn.data.sources import open_data
+    from sima_attn.data.splits import open_data
     from sima_attn.explain.answer import classify
     from sima_attn.explain.photo_model import photo_model
 
@@ -186,7 +186,7 @@ def test_image_files_are_opened_in_one_place():
 
 def test_features_of_an_older_reader_are_not_used_again(monkeypatch):
     from sima_attn.data.settings import Data
-    from sima_attn.data.sources import open_data
+    from sima_attn.data.splits import open_data
     from sima_attn.probe import features
 
     pytest.importorskip("sklearn")
@@ -296,7 +296,7 @@ def test_a_cached_strip_is_cut_before_it_is_resized(tmp_path, monkeypatch):
     from sima_attn.data import cache, loader
     from sima_attn.data.loader import BrokenImages
     from sima_attn.data.settings import Data
-    from sima_attn.data.sources import open_data
+    from sima_attn.data.splits import open_data
 
     (tmp_path / "train/a").mkdir(parents=True)
     Image.new("RGB", (2000, 20)).save(tmp_path / "train/a/0.png")
@@ -323,7 +323,7 @@ def test_a_pipe_among_images_is_named_and_left_out(pipe, monkeypatch):
     from sima_attn.data import loader
     from sima_attn.data.loader import BrokenImages, evaluation_batches
     from sima_attn.data.settings import Data
-    from sima_attn.data.sources import open_data
+    from sima_attn.data.splits import open_data
 
     said = []
     assert [path.name for path, _ in images.open_photos(images.images_in(pipe.parent), say=said.append)] == ["a.png"]

@@ -21,7 +21,7 @@ from sima_attn.data.loader import (
     training_transform,
 )
 from sima_attn.data.settings import Augment
-from sima_attn.data.sources import open_data
+from sima_attn.data.splits import open_data
 from sima_attn.models.loading import load_model
 from sima_attn.train.classify import train_classifier
 from sima_attn.train.evaluate import evaluate

@@ -12,7 +12,8 @@ import pytest
 from formats import encoded, write_members, write_parquet, write_table, write_tar
 
 from sima_attn.data.settings import Data
-from sima_attn.data.sources import check_same_classes, class_words, open_data, open_split, open_trained_split
+from sima_attn.data.sources import check_same_classes, class_words
+from sima_attn.data.splits import open_data, open_split, open_trained_split
 from small_runs import picture
 
 

@@ -6,7 +6,7 @@ import pytest
 from sima_attn._settings import with_overrides
 from sima_attn.data.any_images import NONE, OPTIONAL, REQUIRED, open_any
 from sima_attn.data.settings import Data
-from sima_attn.data.sources import has_val_images, open_data, open_split
+from sima_attn.data.splits import has_val_images, open_data, open_split
 from sima_attn.dino.recipes import named_dino_recipe
 from sima_attn.dino.task import train_dino
 from sima_attn.train.classify import train_classifier

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from layouts import without_masks
+from layouts import without_masks, yolo_layout
 from PIL import Image
 from shapes import coco_folder, edit, small_recipe
 from typer.testing import CliRunner
@@ -16,8 +16,9 @@ from sima_attn.detect import pyramid
 from sima_attn.detect.augment import Augment
 from sima_attn.detect.predict import Detections, draw
 from sima_attn.detect.rcnn import build_rcnn
-from sima_attn.detect.task import evaluate_detector, train_detector
+from sima_attn.detect.task import Detection, evaluate_detector, train_detector
 from sima_attn.detect.weights import load_detector
+from sima_attn.train.checkpoint import load_newest
 from sima_attn.train.logs import read_log
 
 pytest.importorskip("pycocotools")
@@ -65,12 +66,33 @@ def test_a_run_without_masks_has_box_losses_and_box_ap_alone(run):
     assert not any("mask" in name for name in model.state_dict())
 
 
-def test_a_run_without_masks_is_resumed(run, boxes, tmp_path):
-    recipe = small_recipe(boxes, epochs=2, run={"checkpoint_steps": 2})
-    once = train_detector(recipe, tmp_path / "run", device="cpu", quiet=True)
-    again = train_detector(recipe, tmp_path / "run", resume=True, device="cpu", quiet=True)
-    assert once.steps == again.steps
-    assert load_detector(next((tmp_path / "run" / "checkpoints").iterdir())).classes == ["square", "disc"]
+def test_a_killed_run_without_masks_ends_with_the_weights_of_one_that_was_not(run, boxes, tmp_path, monkeypatch):
+    recipe = small_recipe(boxes, run={"checkpoint_steps": 2})
+
+    def die(self, step):
+        if step == 3:
+            raise InterruptedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Detection, "after_step", die)
+        with pytest.raises(InterruptedError):
+            train_detector(recipe, tmp_path / "run", device="cpu", quiet=True)
+    assert load_newest(tmp_path / "run" / "checkpoints")["step"] == 2
+    train_detector(recipe, tmp_path / "run", resume=True, device="cpu", quiet=True)
+    whole, again = (load_detector(folder).model.state_dict() for folder in (run[0], tmp_path / "run"))
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+def test_a_yolo_data_set_is_trained_on_as_the_same_boxes_in_coco_format(run, boxes, tmp_path):
+    yaml = "path: .\ntrain: images/train\nval: images/val\n"
+    folder = yolo_layout(boxes, tmp_path / "yolo", yaml, "images/{split}")
+    finished = train_detector(small_recipe(folder), tmp_path / "run", device="cpu", quiet=True)
+    assert list(finished.metrics) == BOX_METRICS
+    ours, theirs = (read_log(path / "train.csv") for path in (tmp_path / "run", run[0]))
+    assert len(ours) == 4
+    losses = [[float(row["loss"]) for row in rows] for rows in (ours, theirs)]
+    assert losses[0] == pytest.approx(losses[1], rel=0.01)  # YOLO's numbers have six digits
+    assert load_detector(tmp_path / "run").classes == ["square", "disc"]
 
 
 def test_masks_are_left_out_on_demand_and_missing_ones_are_an_error(masks, boxes, tmp_path):

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from sima_attn import cli
 from sima_attn._settings import check, from_dict, to_dict, with_overrides
 from sima_attn.detect import pyramid
-from sima_attn.detect.drawing import overlap, place_caption
+from sima_attn.detect.drawing import draw_objects, overlap, place_caption
 from sima_attn.detect.predict import Detections, detect, draw
 from sima_attn.detect.recipes import RECIPES, DetectRecipe, named_recipe
 from sima_attn.detect.task import Detection, train_detector
@@ -347,6 +347,13 @@ def test_a_picture_shows_mask_box_and_label_and_leaves_the_rest(tmp_path):
         image, Detections(edge, torch.tensor([1]), torch.tensor([1.0]), mask), ["a very long name of a class", "b"]
     )
     assert whole.size == (200, 150)
+
+
+def test_captions_are_in_any_script():
+    """Pillow's own font has one sign for all characters but ASCII."""
+    image, box, label = Image.new("RGB", (200, 150)), torch.tensor([[20.0, 60, 120, 100]]), torch.tensor([1])
+    beetle, bee = (np.array(draw_objects(image, box, label, [name])) for name in ("жук", "пче"))
+    assert (beetle != bee).any()
 
 
 def test_labels_stay_on_the_picture_and_clear_of_each_other():

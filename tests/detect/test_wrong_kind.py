@@ -9,7 +9,13 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from sima_attn import cli
+from sima_attn.detect.recipes import named_recipe as detect_recipe
+from sima_attn.dino.recipes import named_dino_recipe
 from sima_attn.models.loading import is_detector
+from sima_attn.models.settings import ModelSettings
+from sima_attn.train.finetune_recipe import Finetune, FinetuneRecipe
+from sima_attn.train.recipes import named_recipe as train_recipe
+from sima_attn.train.run import RunFolder
 
 pytest.importorskip("pycocotools")
 
@@ -78,6 +84,27 @@ def test_other_runs_are_no_detectors(tmp_path, photo, about, hint):
     assert hint in message("detect", "eval", run)
     assert hint in message("detect", "predict", photo, "--model", run)
     assert not is_detector(run)
+
+
+DIGITS = train_recipe("digits")
+PARTS = {name: getattr(DIGITS, name) for name in ("name", "data", "augment", "optim", "schedule", "run")}
+RECIPES = {
+    "train": DIGITS,
+    "dino": named_dino_recipe("digits"),
+    "detect train": detect_recipe("coco_mini"),
+    "finetune": FinetuneRecipe(model=ModelSettings("sima_deit_tiny_patch16_224"), finetune=Finetune("x"), **PARTS),
+}
+
+
+@pytest.mark.parametrize("asked", ["train", "dino", "detect train", "finetune", "linearize"])
+@pytest.mark.parametrize("trained", RECIPES)
+def test_a_run_is_resumed_by_its_own_command(tmp_path, trained, asked):
+    RunFolder(tmp_path).write_recipe(RECIPES[trained])
+    if asked == trained:
+        assert RunFolder(tmp_path).read_recipe(type(RECIPES[trained])) == RECIPES[trained]
+    else:
+        hint = f"{tmp_path} holds a run of `sima {trained}`, not of `sima {asked}`: use `sima {trained}`"
+        assert hint in message(*asked.split(), "--out", tmp_path, "--resume")
 
 
 def test_what_is_no_run_is_no_detector(detector, tmp_path):

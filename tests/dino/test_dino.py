@@ -707,12 +707,6 @@ def test_any_run_or_model_gives_a_backbone(data, tmp_path):
         load_backbone(str(tmp_path / "none"))
 
 
-def test_a_run_of_another_kind_is_named(data, tmp_path):
-    RunFolder(tmp_path / "run").write_recipe(small_dino(data))
-    with pytest.raises(ValueError, match=r"another kind of run: its recipe has .*distill.*, a Recipe has .*augment"):
-        RunFolder(tmp_path / "run").read_recipe()
-
-
 def test_images_without_labels_are_enough(data, tmp_path):
     flat = tmp_path / "flat" / "train"
     flat.mkdir(parents=True)

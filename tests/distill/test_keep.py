@@ -18,7 +18,7 @@ from sima_attn import linearize
 from sima_attn._settings import with_overrides
 from sima_attn.auditing.model import audit_named
 from sima_attn.cli import app
-from sima_attn.data.sources import open_data
+from sima_attn.data.splits import open_data
 from sima_attn.distill.features import feature_colours, knn_agreement
 from sima_attn.distill.keeping import keep_blocks, kept_for_now, rank_blocks, relative_quality
 from sima_attn.distill.networks import build_student, exchanged, settings_of

@@ -15,7 +15,7 @@ from sima_attn import assert_exp_free, linearize, load
 from sima_attn._settings import from_dict, to_dict, with_overrides
 from sima_attn.auditing.model import audit_named
 from sima_attn.cli import app
-from sima_attn.data.sources import open_data
+from sima_attn.data.splits import open_data
 from sima_attn.distill.images import open_images
 from sima_attn.distill.networks import (
     Output,

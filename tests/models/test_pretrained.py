@@ -18,7 +18,7 @@ from sima_attn._settings import to_dict
 from sima_attn.data import loader
 from sima_attn.data.loader import evaluation_transform
 from sima_attn.data.settings import Augment, Data
-from sima_attn.data.sources import open_data
+from sima_attn.data.splits import open_data
 from sima_attn.explain.answer import classify
 from sima_attn.models import pretrained
 from sima_attn.models.building import build_model

@@ -17,7 +17,8 @@ from sima_attn import cli
 from sima_attn._files import DiskFullError
 from sima_attn._settings import with_overrides
 from sima_attn.data.settings import Data
-from sima_attn.data.sources import Subset, open_data
+from sima_attn.data.sources import Subset
+from sima_attn.data.splits import open_data
 from sima_attn.dino.recipes import named_dino_recipe
 from sima_attn.dino.task import train_dino
 from sima_attn.models.weight_files import read_weights

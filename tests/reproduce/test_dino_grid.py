@@ -16,7 +16,7 @@ from sima_attn._settings import check, differences
 from sima_attn.data.cache import Cache
 from sima_attn.data.loader import BrokenImages
 from sima_attn.data.settings import Data
-from sima_attn.data.sources import open_data
+from sima_attn.data.splits import open_data
 from sima_attn.dino.recipes import named_dino_recipe
 from sima_attn.dino.task import Dino
 from sima_attn.models.building import build_model

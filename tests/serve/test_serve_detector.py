@@ -5,30 +5,19 @@ import io
 
 import numpy as np
 import pytest
-import torch
 from fastapi.testclient import TestClient
 from PIL import Image
 from typer.testing import CliRunner
 
 from sima_attn import cli
-from sima_attn.detect import pyramid
 from sima_attn.detect.predict import detect
-from sima_attn.detect.rcnn import build_rcnn
-from sima_attn.detect.recipes import named_recipe
-from sima_attn.detect.weights import LoadedDetector
 from sima_attn.serve.app import create_app
-
-CLASSES = ["square", "disc"]
+from small_detectors import CLASSES, small_detector
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["masks", "boxes"])
 def detector(request):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pyramid, "CHANNELS", 32)
-        torch.manual_seed(0)
-        sizes = {"side": 64, "longest": 96, "detections": 5, "proposals": 20, "score_threshold": 0.0, "depth": 1}
-        model = build_rcnn("sima_xcit_nano_12_p16_224", 2, masks=request.param, **sizes).eval()
-    return LoadedDetector(model, CLASSES, named_recipe("coco_mini"))
+    return small_detector(masks=request.param)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from PIL import Image
 from sima_attn.data.cache import denormalise, normalise
 from sima_attn.data.loader import Batch
 from sima_attn.data.settings import Data
-from sima_attn.data.sources import open_data
+from sima_attn.data.splits import open_data
 from sima_attn.report.drawing import MARGIN
 from sima_attn.train.batch_picture import CELL, COLUMNS, draw_labelled, label_captions, to_pictures
 from sima_attn.train.checkpoint import load_newest

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from sima_attn import cli
 from sima_attn.data.loader import evaluation_transform
 from sima_attn.data.settings import Data
-from sima_attn.data.sources import open_data
+from sima_attn.data.splits import open_data
 from sima_attn.models.loading import LoadedModel, load_model
 from sima_attn.nn.token_ref import tokens_at
 from sima_attn.probe.features import load_backbone

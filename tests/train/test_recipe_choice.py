@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 
 from sima_attn.cli import app
 from sima_attn.data.settings import Data
-from sima_attn.data.sources import open_data
+from sima_attn.data.splits import open_data
 from sima_attn.dino.recipe_choice import SUITED, choose_dino
 from sima_attn.train.classify import train_classifier
 from sima_attn.train.recipe_choice import CLASSIFIERS, ImageStats, choose_classifier, measure_images

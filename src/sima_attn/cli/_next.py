@@ -48,7 +48,7 @@ def after_linearize(folder: Path, metrics: Mapping[str, float]) -> list[Command]
 
 def after_export(file: Path, about: Mapping[str, Any]) -> list[Command]:
     """After the export of a model, of whose run `about` are the metadata."""
-    from sima_attn.data.sources import has_val_images
+    from sima_attn.data.splits import has_val_images
 
     data = str(about.get("recipe", {}).get("data", {}).get("path", ""))
     usable = data == "digits" or (Path(data).is_dir() and has_val_images(data))

@@ -13,8 +13,9 @@ from sima_attn.report.figures import FIGURES
 # Where benchmarks write unless they are told where. The rows and figures that are committed are written by `make`.
 BENCH_FOLDER = Path("runs/bench")
 
-# What a command writes: a FILE if it writes one, with the extension added where it is missing, else a FOLDER. Both are
-# checked before anything is computed: what was computed until then would be lost.
+# What a command writes: a FILE if it writes one, with the extension added where it is missing, else a FOLDER. Where the
+# arguments decide whether it is one file, the extension says so. All are checked before anything is computed: what was
+# computed until then would be lost.
 EXTENSIONS = (".csv", ".onnx", *FIGURES)
 
 
@@ -36,6 +37,19 @@ def folder(help: str, **options: Any) -> Any:
         return path
 
     return Option(metavar="FOLDER", help=help, file_okay=False, callback=without_extension, **options)
+
+
+def file_or_folder(kind: str, help: str, **options: Any) -> Any:
+    """An option for a folder, or for the one file of a command that may write several: it has the extension."""
+
+    def with_known_extension(path: Path) -> Path:
+        if path.suffix.lower() in EXTENSIONS and path.suffix.lower() != f".{kind}":
+            raise ValueError(f"--out is a .{kind} file or a folder for this command, got {path}: use another extension")
+        if path.is_dir() if path.suffix.lower() == f".{kind}" else path.is_file():
+            raise ValueError(f"--out is a .{kind} file or a folder for this command: {path} exists and is the other")
+        return path
+
+    return Option(metavar="FILE|FOLDER", help=help, callback=with_known_extension, **options)
 
 
 RowsFile = Annotated[Path, file("csv", "CSV file for the rows.")]

@@ -11,7 +11,7 @@ from sima_attn._devices import resolve_device
 from sima_attn.cli import _options as option
 from sima_attn.cli._next import after_heatmap, say_next
 from sima_attn.cli._shared import console, note, print_table, progress_bar, teller
-from sima_attn.data.images import find_photos, open_photos, unique_name
+from sima_attn.data.images import check_not_over, find_photos, open_photo, open_photos, unique_name
 from sima_attn.report.figures import check_can_plot
 from sima_attn.report.rows import write_rows
 from sima_attn.report.tables import TextTable
@@ -39,7 +39,9 @@ def heatmap_command(
     compare: Compare = None,
     layer: LayersOption = "-1",
     of: PartsOption = None,
-    out: Annotated[Path, option.folder("Folder for the pictures.")] = Path("runs/heatmaps"),
+    out: Annotated[Path, option.file_or_folder("png", "Folder for the pictures, or PNG file for one photo.")] = Path(
+        "runs/heatmaps"
+    ),
     size: SizeOption = None,
     opacity: Annotated[float, Option(help="Opacity of the map over the photo.", min=0.0, max=1.0)] = 0.55,
     cell: Annotated[int, Option(help="Side in pixels of a picture in the sheets.", min=80)] = 240,
@@ -48,11 +50,21 @@ def heatmap_command(
 ) -> None:
     """Draw heat maps: the norms of the queries and keys over the photo."""
     layers = _layers(layer)
+    files = find_photos(photos)
+    one_file = out.suffix.lower() == ".png"
+    if one_file:
+        check_not_over(files, out)
+        if len(files) > 1 or raw:
+            why = "--raw writes a second one" if raw else f"there are {len(files)} photos"
+            raise ValueError(f"--out {out} names one file, and {why}: give a folder")
     loaded = load_models([model, *(compare or [])], device)
     from sima_attn.explain.gallery import Gallery
 
     gallery = Gallery(loaded, layers, of or ("q", "k"), size, opacity, cell)
-    files = find_photos(photos)
+    if one_file:
+        _say_written([gallery.write_one(open_photo(files[0]), files[0].stem, out)])
+        say_next(after_heatmap(files[0], model, layer))
+        return
     with progress_bar() as progress:
         task = progress.add_task("reading", total=len(files))
         written = gallery.write(

@@ -71,7 +71,7 @@ def run_grid(
     Args:
         report: Module with `tables` and `plot` for the grid's rows.
     """
-    from sima_attn.data.sources import open_data
+    from sima_attn.data.splits import open_data
 
     check_can_plot()
     for split in ("train", "val"):

@@ -185,7 +185,8 @@ def extract_splits(
     **options: Any,
 ) -> "tuple[list[Source], list[Features]]":
     """The train and val images, and their features by `reader`, extracted or as they were stored."""
-    from sima_attn.data.sources import check_same_classes, open_trained_split
+    from sima_attn.data.sources import check_same_classes
+    from sima_attn.data.splits import open_trained_split
     from sima_attn.probe.features import extract, feature_folder, with_workers
 
     path = data or backbone.data.path

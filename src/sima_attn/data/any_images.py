@@ -1,6 +1,7 @@
 """Images whose labels are optional: those of a split in any format, or all images of a folder."""
 
-from sima_attn.data.sources import Source, open_data, whole_folder
+from sima_attn.data.sources import Source
+from sima_attn.data.splits import open_data, whole_folder
 
 LABELS = REQUIRED, OPTIONAL, NONE = ("required", "optional", "none")
 

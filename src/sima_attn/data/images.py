@@ -173,7 +173,9 @@ def open_photos(
 
 
 def check_not_over(photos: Sequence[Path], out: Path) -> None:
-    """Raise ValueError if `out` contains one of the photos: writing NAME.png there could overwrite it."""
+    """Raise ValueError if `out` is one of the photos, or contains one: writing NAME.png there could overwrite it."""
+    if out.resolve() in {photo.resolve() for photo in photos}:
+        raise ValueError(f"--out would overwrite the photo {out}; use another name")
     if out.resolve() in {photo.resolve().parent for photo in photos}:
         raise ValueError(
             f"the photos are in {out}, and the output could overwrite them; choose another folder with --out"

@@ -12,10 +12,11 @@ import colorsys
 from collections.abc import Sequence
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 from torch import Tensor
 
 from sima_attn.data.images import to_rgb
+from sima_attn.report.captions import draw_text, text_height, text_width
 
 Rectangle = tuple[float, float, float, float]
 MASK_OPACITY = 115  # of 255
@@ -40,15 +41,14 @@ def draw_objects(
     unit = max(1, round(min(picture.size) / 300))
     for i in by_size:
         pen.rectangle(tuple(boxes[i].tolist()), outline=colours[i], width=unit)
-    font = ImageFont.load_default(size=max(11, round(min(picture.size) / 32)))
+    size = max(11, round(min(picture.size) / 32))  # of the font
     placed: list[Rectangle] = []
     for box, ink, text in zip(boxes.tolist(), colours, captions, strict=True):
-        left, top, right, bottom = pen.textbbox((0, 0), text, font=font)
-        size = (right - left + 4 * unit, bottom - top + 4 * unit)
-        place = place_caption(box, size, picture.size, placed)
+        plate = (text_width(text, size) + 4 * unit, text_height(size) + 2 * unit)
+        place = place_caption(box, plate, picture.size, placed)
         placed.append(place)
         pen.rectangle(place, fill=ink)
-        pen.text((place[0] + 2 * unit - left, place[1] + 2 * unit - top), text, fill=text_colour(ink), font=font)
+        draw_text(pen, (place[0] + 2 * unit, place[1] + unit), text, size, text_colour(ink))
     return picture
 
 

@@ -10,7 +10,8 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from sima_attn.data.sources import SPLITS, few_of
+from sima_attn.data.sources import few_of
+from sima_attn.data.splits import SPLITS
 from sima_attn.detect.coco import CocoData, read_json
 from sima_attn.detect.yolo import find_yaml, read_yolo
 

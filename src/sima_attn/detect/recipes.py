@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from sima_attn._errors import check_known
 from sima_attn._settings import PositiveInt, Probability, between
@@ -81,6 +81,7 @@ class Data:
 class DetectRecipe:
     """A detection run."""
 
+    command: ClassVar = "detect train"
     name: str
     model: Detector
     data: Data

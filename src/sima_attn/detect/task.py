@@ -251,4 +251,4 @@ def train_detector(
 ) -> RunSummary:
     """Train by a recipe into a folder, or resume the run in it."""
     check_pycocotools()
-    return train_task(recipe, out, build=Detection, command="detect train", resume=resume, device=device, quiet=quiet)
+    return train_task(recipe, out, build=Detection, resume=resume, device=device, quiet=quiet)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sima_attn.data.images import images_in, upright_size
-from sima_attn.data.sources import SPLITS
+from sima_attn.data.splits import SPLITS
 from sima_attn.detect.coco import SkippedRecords
 
 SLACK = 0.01  # by which coordinates may be outside the image; as in ultralytics

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from sima_attn.data.cache import Cache, decode
 from sima_attn.data.loader import BrokenImages, Share, evaluation_batches
-from sima_attn.data.sources import Source, Subset, check_same_classes, open_data
+from sima_attn.data.sources import Source, Subset, check_same_classes
+from sima_attn.data.splits import open_data
 from sima_attn.dino.recipes import DinoRecipe
 from sima_attn.probe.knn import knn_accuracy
 from sima_attn.report.progress import RunProgress

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from sima_attn._errors import check_known
 from sima_attn._settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Probability, at_least
@@ -65,6 +65,7 @@ class Distill:
 class DinoRecipe:
     """A DINO run."""
 
+    command: ClassVar = "dino"
     name: str
     model: Model
     data: Data

@@ -34,7 +34,7 @@ from sima_attn.data.loader import (
     seed_everything,
     steps_per_epoch,
 )
-from sima_attn.data.sources import has_val_images
+from sima_attn.data.splits import has_val_images
 from sima_attn.dino.knn_monitor import KnnProbe
 from sima_attn.dino.recipes import DinoRecipe, Distill
 from sima_attn.models.building import build_model, set_token_refs
@@ -371,4 +371,4 @@ def train_dino(
     check(recipe)
     recipe, notes = with_possible_batch(recipe, len(open_any(recipe.data.path, labels=NONE)))
     options: dict[str, Any] = {"resume": resume, "device": device, "quiet": quiet, "notes": notes}
-    return train_task(recipe, out, build=Dino, command="dino", **options)
+    return train_task(recipe, out, build=Dino, **options)

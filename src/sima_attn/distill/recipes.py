@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Annotated, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 from sima_attn._settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share, between
 from sima_attn.data.settings import Augment, Data
@@ -135,6 +135,7 @@ class Report:
 class LinearizeRecipe:
     """A linearization; `model` is the student."""
 
+    command: ClassVar = "linearize"
     name: str
     model: ModelSettings
     data: Data

@@ -418,7 +418,7 @@ def train_linearization(
         return task
 
     options: dict[str, Any] = {"resume": resume, "device": device, "quiet": quiet, "notes": notes}
-    summary = train_task(recipe, out, build=build, command="linearize", **options)
+    summary = train_task(recipe, out, build=build, **options)
     assert task is not None
     first = task.fabric.is_global_zero
     with RunProgress(shown=first and not quiet) as progress:

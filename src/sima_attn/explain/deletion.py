@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from sima_attn.data.loader import BrokenImages, Samples, batch_loader, evaluation_transform
 from sima_attn.data.settings import Data
-from sima_attn.data.sources import open_trained_split
+from sima_attn.data.splits import open_trained_split
 from sima_attn.explain.reading import PARTS, read_attention
 from sima_attn.models.loading import LoadedModel
 

@@ -66,8 +66,9 @@ class Gallery:
     def write_one(self, photo: Image, caption: str, path: Path) -> Path:
         """Write one photo and its maps as a picture."""
         photo = shrink(photo, LONGEST)
-        tiles = self.tiles(photo, self.read(photo), self.layers)
-        return _save(sheet(_lines([Tile(photo, caption), *tiles], COLUMNS), _names(self.models), self.cell), path)
+        readings = self.read(photo)
+        rows = self._rows(Tile(photo, caption), self.tiles(photo, readings, self.layers), readings)
+        return _save(sheet(rows, _names(self.models), self.cell), path)
 
     def write(
         self,
@@ -91,13 +92,8 @@ class Gallery:
             readings = self.read(photo)
             original = Tile(photo, path.stem)
             tiles = self.tiles(photo, readings, self.layers)
-            if self.layers is None:
-                depths = [len(reading.layers) for reading in readings for _ in self.of]
-                rows = [[original], *_rows_by_depth(tiles, depths)]
-                shown = [original, *self.tiles(photo, readings, (-1,))]
-            else:
-                rows = _lines([original, *tiles], COLUMNS)
-                shown = [original, *tiles]
+            rows = self._rows(original, tiles, readings)
+            shown = [original, *(self.tiles(photo, readings, (-1,)) if self.layers is None else tiles)]
             # Shrunk, since those of all photos stay in memory.
             groups.append([Tile(shrink(tile.picture, self.cell), tile.caption) for tile in shown])
             written.append(_save(sheet(rows, _names(self.models), self.cell), out / f"{stem}.png"))
@@ -108,6 +104,13 @@ class Gallery:
             lines = [[*chain(*groups[i : i + together])] for i in range(0, len(groups), together)]
             written.append(_save(sheet(lines, _names(self.models), 3 * self.cell // 4), out / f"{SHEET}.png"))
         return written
+
+    def _rows(self, original: Tile, tiles: Sequence[Tile], readings: Sequence[Reading]) -> list[list[Tile]]:
+        """The picture of one photo: its maps in lines, those of all layers by part and model."""
+        if self.layers is not None:
+            return _lines([original, *tiles], COLUMNS)
+        depths = [len(reading.layers) for reading in readings for _ in self.of]
+        return [[original], *_rows_by_depth(tiles, depths)]
 
     def _write_raw(self, readings: Sequence[Reading], path: Path) -> Path:
         """Token scores [rows, columns] by "PATH.q" and "PATH.k", neither scaled nor resized."""
@@ -134,8 +137,7 @@ def write_effect(
     cell: int = EFFECT_CELL,
 ) -> Path:
     """Write a picture of the contributions of all patches to one patch: red is positive, blue negative."""
-    if out.resolve() == path.resolve():
-        raise ValueError(f"--out would overwrite the photo {path}; use another name")
+    check_not_over([path], out)
     photo = shrink(open_photo(path), LONGEST)
     tiles = [Tile(photo, path.stem)]
     first = None

@@ -90,10 +90,9 @@ class QuantizeReport(NamedTuple):
 
 
 def quantize_table(rows: Sequence[FileRow]) -> TextTable:
-    """Size and accuracy of each file; int8 in bold. The cosine is shown where a file gives features."""
-    columns = {"top-1": "top1", "top-5": "top5", "lost": "points_lost", "same class": "same_class"}
-    if any(not np.isnan(row.cosine) for row in rows):
-        columns["cosine"] = "cosine"
+    """Size and accuracy of each file; int8 in bold. Files of features have a cosine, and no top-1."""
+    columns = {"top-1": "top1", "top-5": "top5", "lost": "points_lost", "same class": "same_class", "cosine": "cosine"}
+    columns = {title: name for title, name in columns.items() if any(not np.isnan(getattr(row, name)) for row in rows)}
     header = ["model", "type", "MiB", "of fp32", *columns, "images", "exp-like"]
     lines = [
         [row.model, row.format, f"{row.bytes / 2**20:.2f}", f"{row.share_of_fp32:.1%}"]
@@ -130,7 +129,7 @@ def open_images(
     or it contains image files, without labels.
     """
     from sima_attn.data.loader import evaluation_transform
-    from sima_attn.data.sources import has_val_images, open_split
+    from sima_attn.data.splits import has_val_images, open_split
     from sima_attn.train.finetune_recipe import DEFAULT_VAL
 
     if "preprocessing" not in metadata:

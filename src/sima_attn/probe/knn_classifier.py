@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sima_attn.data.settings import Data
-from sima_attn.data.sources import class_words, open_data, whole_folder
+from sima_attn.data.sources import class_words
+from sima_attn.data.splits import open_data, whole_folder
 from sima_attn.models.loading import LoadedModel
 from sima_attn.probe.features import Features, extract, with_workers
 from sima_attn.probe.knn import votes

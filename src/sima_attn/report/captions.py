@@ -22,6 +22,11 @@ def text_width(text: str, size: int) -> float:
     return sum(_font(file, size).getlength(piece) for file, piece in split_by_font(text))
 
 
+def text_height(size: int) -> int:
+    """Height of a line of text in pixels."""
+    return sum(_font(PILLOW, size).getmetrics())
+
+
 def draw_text(draw: ImageDraw.ImageDraw, place: tuple[float, float], text: str, size: int, fill: object) -> None:
     """Draw a line of text; `place` is its upper left corner, `size` that of the font in pixels."""
     x, y = place

@@ -16,7 +16,7 @@ from torch import nn
 from sima_attn._settings import with_overrides
 from sima_attn.data.cache import decode
 from sima_attn.data.loader import seed_everything
-from sima_attn.data.sources import open_data
+from sima_attn.data.splits import open_data
 from sima_attn.dino import recipes as dino_recipes
 from sima_attn.dino.recipes import DinoRecipe
 from sima_attn.dino.task import build_backbone, train_dino

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from sima_attn._settings import with_overrides
-from sima_attn.data.sources import open_data
+from sima_attn.data.splits import open_data
 from sima_attn.models.building import build_model
 from sima_attn.models.loading import load_model
 from sima_attn.reproduce.grid import FINISHED, RESULTS, Grid, Job, Run

@@ -27,7 +27,8 @@ from sima_attn.data.loader import (
     training_batches,
 )
 from sima_attn.data.settings import Augment
-from sima_attn.data.sources import check_same_classes, open_split
+from sima_attn.data.sources import check_same_classes
+from sima_attn.data.splits import open_split
 from sima_attn.models.building import build_model
 from sima_attn.report.progress import RunProgress
 from sima_attn.train.batch_picture import draw_labelled
@@ -213,4 +214,4 @@ def train_classifier(
     mixes = bool(recipe.augment.mixup or recipe.augment.cutmix)
     recipe, notes = with_possible_batch(recipe, len(open_split(recipe.data, "train")), even=mixes)
     options: dict[str, Any] = {"resume": resume, "device": device, "quiet": quiet, "notes": notes}
-    return train_task(recipe, out, build=Classification, command="train", **options)
+    return train_task(recipe, out, build=Classification, **options)

@@ -17,7 +17,8 @@ from torch import Tensor
 from sima_attn._files import atomic_write
 from sima_attn.data.loader import BrokenImages, evaluation_batches
 from sima_attn.data.settings import Data
-from sima_attn.data.sources import check_same_names, open_trained_split
+from sima_attn.data.sources import check_same_names
+from sima_attn.data.splits import open_trained_split
 from sima_attn.models.loading import LoadedModel
 from sima_attn.nn.token_ref import trained_at
 from sima_attn.report.rows import today

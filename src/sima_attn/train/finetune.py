@@ -18,7 +18,8 @@ from sima_attn._settings import check, from_dict, with_overrides
 from sima_attn.conversion.placing import converted_modules
 from sima_attn.data.loader import possible_batch
 from sima_attn.data.settings import Data
-from sima_attn.data.sources import Source, has_val_images, open_split
+from sima_attn.data.sources import Source
+from sima_attn.data.splits import has_val_images, open_split
 from sima_attn.models.building import Exchanges, token_refs_of, without_sources
 from sima_attn.models.huggingface import TRANSFORMERS, TimmInterface, convert_encoder, keep_scale
 from sima_attn.models.loading import LoadedModel, load, load_model
@@ -157,7 +158,7 @@ def train_finetuning(
         return task
 
     resume = start is None
-    summary = train_task(recipe, out, build=build, command="finetune", resume=resume, device=device, quiet=quiet)
+    summary = train_task(recipe, out, build=build, resume=resume, device=device, quiet=quiet)
     assert task is not None
     return Finetuned(load(out), task.best.metrics, task.best_epoch, summary)
 

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from sima_attn._settings import NonNegativeInt, Share, one_of
 from sima_attn.data.settings import Augment, Data
@@ -37,6 +37,7 @@ class Finetune:
 class FinetuneRecipe:
     """A trained model that learns the classes of other images."""
 
+    command: ClassVar = "finetune"
     name: str
     model: ModelSettings
     data: Data

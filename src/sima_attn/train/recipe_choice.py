@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sima_attn.data.settings import Data
-from sima_attn.data.sources import Source, has_val_images, open_split
+from sima_attn.data.sources import Source
+from sima_attn.data.splits import has_val_images, open_split
 from sima_attn.train.finetune_recipe import DEFAULT_VAL
 from sima_attn.train.recipes import named_recipe
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from sima_attn._errors import unknown_name
 from sima_attn._settings import (
@@ -137,6 +137,7 @@ class Run:
 class Recipe:
     """A classification run."""
 
+    command: ClassVar = "train"
     name: str
     model: Model
     data: Data

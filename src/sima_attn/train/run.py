@@ -14,8 +14,8 @@ import fcntl
 import os
 import platform
 import subprocess
-from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,9 @@ from sima_attn._version import __version__
 from sima_attn.models.weight_files import CHECKPOINTS, RECIPE, WEIGHTS, checkpoints, read_recipe_values
 from sima_attn.train.recipe_files import recipe_from_file
 from sima_attn.train.recipes import Recipe
+
+# Command -> a setting that its recipes alone have. The others are recipes of `sima train`.
+SETTINGS_OF = {"dino": "distill", "finetune": "finetune", "linearize": "transfer", "detect train": "model.proposals"}
 
 
 class RunFolder:
@@ -94,15 +97,23 @@ class RunFolder:
         if not self.recipe_file.is_file():
             raise FileNotFoundError(f"there is no run in {self.path}: {self.recipe_file.name} is missing")
         values = read_recipe_values(self.recipe_file)
-        if set(values) != {setting.name for setting in fields(kind)}:
+        wanted: str = kind.command  # type: ignore[attr-defined]
+        if (command := command_of(values)) != wanted:
             raise ValueError(
-                f"{self.path} holds another kind of run: its recipe has {', '.join(values)}, a {kind.__name__} has "
-                f"{', '.join(setting.name for setting in fields(kind))}"
+                f"{self.path} holds a run of `sima {command}`, not of `sima {wanted}`: use `sima {command}`, or give "
+                "another folder"
             )
         try:
             return recipe_from_file(kind, values, self.recipe_file)
         except (TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(f"{self.recipe_file} is damaged and cannot be read: {error}") from error
+
+
+def command_of(values: Mapping[str, Any]) -> str:
+    """The `sima` command that has trained a run, from the settings in its recipe file."""
+    model = values.get("model")
+    names = {*values, *(f"model.{name}" for name in (model if isinstance(model, dict) else ()))}
+    return next((command for command, setting in SETTINGS_OF.items() if setting in names), Recipe.command)
 
 
 def refuse_changes(what: str, saved: Any, asked: Any) -> None:

@@ -36,7 +36,6 @@ def train_task(
     out: Path | str,
     *,
     build: Callable[[Any, Fabric, RunProgress], Task],
-    command: str,
     resume: bool,
     device: str,
     quiet: bool,
@@ -45,9 +44,8 @@ def train_task(
     """Train by a recipe into a folder, or resume the run in it.
 
     Args:
-        recipe: A frozen dataclass with the groups `optim`, `schedule` and `run`.
+        recipe: A frozen dataclass with the groups `optim`, `schedule` and `run`, and its `sima` command.
         build: Opens the data of a recipe and returns the task.
-        command: The `sima` command that resumes the run, for messages.
         notes: Lines to print first.
     """
     check(recipe)
@@ -60,7 +58,7 @@ def train_task(
         progress = stack.enter_context(RunProgress(shown=first and not quiet))
         for note in notes:
             progress.say(note)
-        resume_line = f"resume with: {resume_command(command, folder.path, device, fabric.world_size)}"
+        resume_line = f"resume with: {resume_command(recipe.command, folder.path, device, fabric.world_size)}"
         stack.enter_context(_tells_how_to_resume(folder, fabric, progress, resume_line))
         if first:
             folder.check(recipe, resume=resume)

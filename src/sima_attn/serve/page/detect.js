@@ -1,6 +1,6 @@
 // The page of a detector: the server draws boxes, names and masks on the photo.
 
-import { $, ask, bar, fit, percent, say, takePhotos, text } from "./parts.js";
+import { $, ask, drawPhoto, fit, listClasses, say, shareItem, showFacts, showResult, takePhotos } from "./parts.js";
 
 const state = { photo: null, asked: 0 };
 
@@ -9,12 +9,12 @@ async function detect(photo) {
   state.photo = photo;
   say("detecting");
   try {
-    const answer = await ask(`api/detect?threshold=${$("threshold").value}`, { method: "POST", body: photo });
+    const answer = await ask(`api/detect?threshold=${$("threshold").value / 100}`, { method: "POST", body: photo });
     const picture = await createImageBitmap(jpeg(answer.picture));
     if (asked === state.asked) show(answer.objects, picture);
   } catch (error) {
     if (asked !== state.asked) return;
-    $("result").hidden = true;  // the old result is not that of this photo
+    showResult(false);  // the old result is not that of this photo
     say(error.message, true);
   }
 }
@@ -24,24 +24,22 @@ function jpeg(base64) {
 }
 
 function show(objects, picture) {
-  const canvas = $("view");
-  fit(canvas, picture);
-  canvas.getContext("2d").drawImage(picture, 0, 0, canvas.width, canvas.height);
-  $("guesses").replaceChildren(...objects.map(({ name, score }) => {
-    const item = document.createElement("li");
-    item.append(text("span", name), text("span", percent(score)), bar(score, 1));
-    return item;
-  }));
-  $("result").hidden = false;
-  say(objects.length ? "" : "No object has this score: lower it.");
+  fit($("photo"), picture);
+  drawPhoto($("photo"), picture);
+  $("guesses").replaceChildren(...objects.map(({ name, score }) => shareItem(name, score)));
+  showResult(true);
+  const found = objects.length === 1 ? "1 object" : `${objects.length} objects`;
+  say(objects.length ? found : "No object has this score: lower it.");
 }
 
 $("threshold").addEventListener("input", () => {
-  $("least").textContent = `${Math.round(100 * $("threshold").value)} %`;
+  $("threshold-shown").textContent = `${$("threshold").value} %`;
 });
 $("threshold").addEventListener("change", () => detect(state.photo));
 
 takePhotos(detect);
-ask("api/model").then(({ name, kind, classes }) => {
-  $("model").textContent = `${kind} on ${name}, ${classes.length} classes`;
+ask("api/model").then(({ name, kind, params, classes }) => {
+  $("model").textContent = `${kind} on ${name}`;
+  showFacts([["parameters", params.toLocaleString("en")]]);
+  listClasses(classes);
 }, (error) => say(error.message, true));

@@ -242,6 +242,8 @@ function model() {
   return asking;
 }
 
+const unsureBelow = (facts) => (facts.unsure_below === null ? "not measured" : percent(facts.unsure_below));
+
 async function showModel() {
   try {
     const facts = await model();
@@ -261,7 +263,7 @@ async function showModel() {
       ["multiply-adds", number(facts.macs)],
       ["exp() in attention", number(facts.exps_in_attention)],
       ["exp() elsewhere", number(facts.exps_elsewhere)],
-      ["unsure below", facts.unsure_below === null ? "not measured" : percent(facts.unsure_below)],
+      ...(facts.classes.length ? [["unsure below", unsureBelow(facts)]] : []),
     ]);
     listClasses(facts.classes);
   } catch (error) {

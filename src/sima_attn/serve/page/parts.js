@@ -1,4 +1,4 @@
-// Shared by both pages: photo input, and display of classes and facts.
+// Shared by the pages: photo input, and display of classes and facts.
 
 const LONGER_SIDE = 1024;
 
@@ -44,11 +44,14 @@ export function showClasses({ guesses, unsure }, known) {
   $("classes").classList.toggle("unsure", unsure);
   $("unsure").hidden = !unsure;
   $("unsure").textContent = `Unsure: this may be none of the ${known} classes that the model knows.`;
-  $("guesses").replaceChildren(...guesses.map(({ name, probability }) => {
-    const item = document.createElement("li");
-    item.append(text("span", name), text("span", percent(probability)), bar(probability, 1));
-    return item;
-  }));
+  $("guesses").replaceChildren(...guesses.map(({ name, probability }) => shareItem(name, probability)));
+}
+
+// A name with a share of 1, in words and as a bar.
+export function shareItem(name, share) {
+  const item = document.createElement("li");
+  item.append(text("span", name), text("span", percent(share)), bar(share, 1));
+  return item;
 }
 
 export function summary({ guesses, unsure }) {
