@@ -161,11 +161,11 @@ def test_a_signal_after_the_last_step_says_how_to_resume(tmp_path, monkeypatch, 
 
 @pytest.mark.parametrize("start", [start_classifier, start_dino, start_detector])
 def test_every_kind_of_run_names_its_own_command(tmp_path, monkeypatch, start):
-    given = {}
+    given = []
     module = {start_classifier: classify, start_dino: dino, start_detector: task}[start]
-    monkeypatch.setattr(module, "train_task", lambda *arguments, **options: given.update(options))
+    monkeypatch.setattr(module, "train_task", lambda recipe, *arguments, **options: given.append(recipe))
     start(tmp_path / "run")
-    words = given["command"].split()
+    words = given[0].command.split()
     assert words == {start_classifier: ["train"], start_dino: ["dino"], start_detector: ["detect", "train"]}[start]
     known = typer.main.get_command(cli.app)
     for word in words:
