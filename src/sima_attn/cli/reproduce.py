@@ -1,6 +1,7 @@
 """`sima reproduce`: the paper's comparisons, run again."""
 
 import itertools
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -43,7 +44,28 @@ def miniature_command(
     from sima_attn.reproduce import miniature, miniature_report
 
     runs = miniature.planned_runs(only or (), epochs=epochs, seeds=seeds)
-    run_grid(miniature.GRID, runs, out, data, device, jobs, miniature_report, out / "miniature.png")
+    run_grid(miniature.GRID, [runs], out, data, device, jobs, miniature_report, out / "miniature.png")
+
+
+@app.command("fair")
+def fair_command(
+    data: DataFolder,
+    out: OutFolder = Path("runs/fair"),
+    epochs: Annotated[int, Option(help="Epochs of each run.", min=2)] = 60,
+    seeds: Annotated[
+        list[int], Option("--seed", help="Seeds of the best settings; the sweep has the lowest. Repeat.")
+    ] = [0, 1, 2],  # noqa: B006
+    jobs: Jobs = 1,
+    device: option.Device = "auto",
+) -> None:
+    """Each attention at the best setting of one sweep, with several seeds. Run the same command again to resume."""
+    check_installed()
+    from sima_attn.reproduce import fair
+
+    grid = fair.FAIR_GRID
+    # What comes next depends on the results so far.
+    stages = iter(lambda: fair.next_runs(grid.read_collected(out)[0], epochs=epochs, seeds=seeds), [])
+    run_grid(grid, stages, out, data, device, jobs, fair, out / "fair.png")
 
 
 @app.command("dino")
@@ -60,15 +82,23 @@ def dino_command(
     from sima_attn.reproduce import dino, dino_report
 
     runs = dino.planned_dino_runs(only or (), epochs=epochs)
-    run_grid(dino.GRID, runs, out, data, device, jobs, dino_report, out / "dino.png")
+    run_grid(dino.GRID, [runs], out, data, device, jobs, dino_report, out / "dino.png")
 
 
 def run_grid(
-    grid: "Grid", runs: list[Any], out: Path, data: str, device: str, jobs: int, report: Any, figure: Path
+    grid: "Grid",
+    stages: Iterable[list[Any]],
+    out: Path,
+    data: str,
+    device: str,
+    jobs: int,
+    report: Any,
+    figure: Path,
 ) -> None:
     """Make the runs, then write and print the tables and the figure of all finished runs in the folder.
 
     Args:
+        stages: Lists of runs; each is asked for when the runs before it are made.
         report: Module with `tables` and `plot` for the grid's rows.
     """
     from sima_attn.data.splits import open_data
@@ -77,7 +107,8 @@ def run_grid(
     for split in ("train", "val"):
         open_data(data, split)  # raises for wrong data before anything runs
     try:
-        make_runs(grid, runs, out, data, resolve_device(device), jobs)
+        for runs in stages:
+            make_runs(grid, runs, out, data, resolve_device(device), jobs)
     except RunInterrupted:
         console.print("Run the same command again to resume the grid.")
         raise

@@ -1,0 +1,224 @@
+"""The fair comparison: each method at the best setting of the same sweep, then that setting with several seeds.
+
+METHODS is the table; a new method is one line of it. `next_runs` says what is still to be run, so that the table grows
+from one call of the command to the next.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean, stdev
+from typing import NamedTuple
+
+from sima_attn.report.figures import figure
+from sima_attn.report.tables import TextTable
+from sima_attn.reproduce.miniature import GRID, VIT, XCIT, CurveRow, MiniatureRun, ResultRow, SizeRow
+from sima_attn.reproduce.miniature_report import sizes_table
+
+SEEDS = (0, 1, 2)
+LEARNING_RATES = ("1e-3", "2e-3")
+HIGHEST = "4e-3"  # run only where 2e-3 was the best
+ACTIVATIONS = ("gelu", "relu")
+
+
+class Setting(NamedTuple):
+    """What a sweep varies."""
+
+    activation: str
+    lr: str
+
+
+@dataclass(frozen=True)
+class Method:
+    """One line of the table: an attention in a model, and the method that it is compared with.
+
+    Attributes:
+        about: What it is, in words.
+        activations: Of its sweep.
+    """
+
+    name: str
+    about: str
+    attention: str
+    model: str = VIT
+    baseline: str = "softmax"
+    activations: tuple[str, ...] = ACTIVATIONS
+
+    def sweep(self) -> list[Setting]:
+        """The settings that are always tried."""
+        return [setting for setting in self.settings() if setting.lr != HIGHEST]
+
+    def settings(self) -> list[Setting]:
+        """Those, and the ones with the highest learning rate."""
+        return [Setting(activation, lr) for activation in self.activations for lr in (*LEARNING_RATES, HIGHEST)]
+
+    def run(self, setting: Setting) -> MiniatureRun:
+        """The run of a setting. Methods that share it have one run."""
+        kind = "xcit" if self.model == XCIT else "vit"
+        return MiniatureRun(
+            f"{kind}_{self.attention}_{setting.activation}_{setting.lr}",
+            f"{self.about}, {setting.activation}, learning rate {setting.lr}",
+            self.attention,
+            self.model,
+            options={"relu": True} if setting.activation == "relu" else {},
+            settings=(f"optim.lr={setting.lr}",),
+            headline=True,  # evaluated at other image sizes
+        )
+
+
+METHODS = (
+    Method("softmax", "ViT, softmax", "softmax"),
+    Method("sima", "ViT, SimA", "sima"),
+    Method("sima_relu", "ViT, SimA without any exp()", "sima", activations=("relu",)),
+    Method("xcit_xca", "XCiT, XCA", "xca", XCIT, "xcit_xca"),
+    Method("xcit_sima", "XCiT, SimA", "sima", XCIT, "xcit_xca"),
+)
+FAIR_GRID = replace(
+    GRID,
+    runs=tuple({run.name: run for method in METHODS for run in map(method.run, method.settings())}.values()),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The best setting of a method.
+
+    Attributes:
+        tried: Number of settings of its sweep.
+        top1: Its accuracy with each seed so far.
+        failed: Number of seeds with which it diverged.
+    """
+
+    setting: Setting
+    tried: int
+    top1: list[float]
+    failed: int
+
+    @property
+    def squared_error(self) -> float:
+        """The square of the standard error of the mean."""
+        return stdev(self.top1) ** 2 / len(self.top1)
+
+
+class Results:
+    """The results of one schedule."""
+
+    def __init__(self, rows: Sequence[ResultRow], epochs: int) -> None:
+        self.top1 = {(row.name, row.seed): row.top1 for row in rows if row.epochs == epochs}  # nan if it diverged
+        self.seeds = sorted({seed for _, seed in self.top1})
+
+    def has(self, method: Method, setting: Setting, seed: int) -> bool:
+        """Whether this run was made."""
+        return (method.run(setting).name, seed) in self.top1
+
+    def sweep(self, method: Method, seed: int) -> dict[Setting, float]:
+        """The settings that were tried with a seed, and their accuracies."""
+        return {
+            setting: self.top1[method.run(setting).name, seed]
+            for setting in method.settings()
+            if self.has(method, setting, seed)
+        }
+
+    def best(self, method: Method, seed: int) -> Setting | None:
+        """The setting with the best accuracy with this seed; None where all runs diverged."""
+        finished = {setting: top1 for setting, top1 in self.sweep(method, seed).items() if not math.isnan(top1)}
+        return max(finished, key=lambda setting: finished[setting], default=None)
+
+    def outcome(self, method: Method) -> Outcome | None:
+        """What is known of the best setting of a method; None before its first run."""
+        best = self.best(method, self.seeds[0]) if self.seeds else None
+        if best is None:
+            return None
+        found = [self.top1[method.run(best).name, seed] for seed in self.seeds if self.has(method, best, seed)]
+        finished = [top1 for top1 in found if not math.isnan(top1)]
+        return Outcome(best, len(self.sweep(method, self.seeds[0])), finished, len(found) - len(finished))
+
+
+def next_runs(rows: Sequence[ResultRow], *, epochs: int, seeds: Sequence[int] = SEEDS) -> list[MiniatureRun]:
+    """The runs that can be made now; none if the table is complete.
+
+    First the sweeps with the lowest seed, then the highest learning rate where 2e-3 was the best, then the best
+    settings with the other seeds.
+    """
+    results, first = Results(rows, epochs), min(seeds)
+    wanted: dict[str, MiniatureRun] = {}
+    for method in METHODS:
+        asked = [(setting, first) for setting in method.sweep()]
+        if all(results.has(method, *run) for run in asked):
+            best = results.best(method, first)
+            if best is None:
+                continue
+            higher = best._replace(lr=HIGHEST)
+            if best.lr == LEARNING_RATES[-1] and not results.has(method, higher, first):
+                asked = [(higher, first)]
+            else:
+                asked = [(best, seed) for seed in sorted(seeds)]
+        for setting, seed in asked:
+            if not results.has(method, setting, seed):
+                run = replace(method.run(setting), seed=seed, epochs=epochs)
+                wanted[run.folder] = run
+    return list(wanted.values())
+
+
+def verdict(ours: Outcome, baseline: Outcome) -> str:
+    """The difference of two means, or "level" where it is smaller than two standard errors."""
+    difference = mean(ours.top1) - mean(baseline.top1)
+    if min(len(ours.top1), len(baseline.top1)) < 2:
+        return f"{difference:+.1f}, one seed"
+    if abs(difference) < 2 * math.sqrt(ours.squared_error + baseline.squared_error):
+        return f"level ({difference:+.1f})"
+    return f"{difference:+.1f}"
+
+
+def fair_table(rows: Sequence[ResultRow]) -> TextTable:
+    """One line per method and schedule: its best setting, mean and standard deviation, and the verdict."""
+    header = ["method", "epochs", "settings tried", "best setting", "top-1", "seeds", "to its baseline"]
+    lines = []
+    for epochs in sorted({row.epochs for row in rows}):
+        results = Results(rows, epochs)
+        outcomes = {method.name: results.outcome(method) for method in METHODS}
+        for method in METHODS:
+            ours, baseline = outcomes[method.name], outcomes[method.baseline]
+            if ours is None:
+                continue
+            spread = f" ± {stdev(ours.top1):.1f}" if len(ours.top1) > 1 else ""
+            lines.append(
+                [
+                    method.about,
+                    str(epochs),
+                    str(ours.tried),
+                    f"{ours.setting.activation}, {ours.setting.lr}",
+                    f"{mean(ours.top1):.1f}{spread}",
+                    f"{len(ours.top1)}{f', {ours.failed} diverged' * bool(ours.failed)}",
+                    "-" if method.name == method.baseline or baseline is None else verdict(ours, baseline),
+                ]
+            )
+    return TextTable(header, lines)
+
+
+def tables(results: Sequence[ResultRow], sizes: Sequence[SizeRow], curves: Sequence[CurveRow]) -> dict[str, TextTable]:
+    """Title -> table."""
+    found = {"Each method at its best setting": fair_table(results)}
+    return found | ({"Top-1 at other image sizes": sizes_table(sizes)} if sizes else {})
+
+
+def plot(results: Sequence[ResultRow], sizes: Sequence[SizeRow], curves: Sequence[CurveRow], path: Path) -> None:
+    """The settings of each method as dots, the best one filled with a dot per seed, and the mean of these as a line."""
+    epochs = max(row.epochs for row in results)
+    found = Results(results, epochs)
+    with figure(path, figsize=(8, 0.6 * len(METHODS) + 1.5)) as (_, axes):
+        for place, method in enumerate(METHODS):
+            ours = found.outcome(method)
+            if ours is None:
+                continue
+            others = [top1 for setting, top1 in found.sweep(method, found.seeds[0]).items() if setting != ours.setting]
+            axes.scatter(others, [place] * len(others), facecolors="none", edgecolors="grey", zorder=2)
+            axes.scatter(ours.top1, [place] * len(ours.top1), color="crimson", zorder=3)
+            axes.plot([mean(ours.top1)] * 2, [place - 0.3, place + 0.3], color="crimson", zorder=3)
+        axes.set_yticks(range(len(METHODS)), [method.about for method in METHODS])
+        axes.invert_yaxis()
+        axes.set_xlabel(f"top-1 on val, %, {epochs} epochs (filled: best setting, one dot per seed; line: their mean)")
+        axes.grid(axis="x", alpha=0.3)
