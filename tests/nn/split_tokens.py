@@ -1,19 +1,10 @@
-"""What `test_sequence_parallel.py` runs in each process of a group.
-
-Every process draws the same tensors, passes its part of the tokens, and compares what it gets with its part of the
-result and of the gradients of one process that holds all tokens.
-"""
+"""What `test_sequence_parallel.py` runs in each process of a group."""
 
 import copy
-import json
-import traceback
-from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as collectives
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -21,23 +12,16 @@ from closeness import assert_close
 from sima_attn.nn import SimAttention, SimClassAttention, SimCrossAttention, SimLocalAttention, SimMultiheadAttention
 from sima_attn.ops import Plan, plan, sima_attention, sima_attention_qkv
 from sima_attn.ops.sequence_parallel import SumOverProcesses
-
-# The parts of 12, 16 and 10 tokens, by the number of processes.
-EVEN, UNEVEN, EMPTY = 12, 16, 10
-PARTS = {
-    EVEN: {2: (6, 6), 3: (4, 4, 4)},
-    UNEVEN: {2: (5, 11), 3: (2, 9, 5)},
-    EMPTY: {2: (10, 0), 3: (7, 0, 3)},
-}
-
-
-def part(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """The tokens of this process."""
-    return x.split(PARTS[x.shape[dim]][dist.get_world_size()], dim)[dist.get_rank()]
-
-
-def parts(tensors: dict[str, torch.Tensor], dim: int) -> dict[str, torch.Tensor]:
-    return {name: part(x, dim) for name, x in tensors.items()}
+from token_parts import (
+    EMPTY,
+    EVEN,
+    UNEVEN,
+    all_reduce_sizes,
+    assert_equals_one_process,
+    output_and_gradients,
+    part,
+    parts,
+)
 
 
 def summed(x: torch.Tensor) -> torch.Tensor:
@@ -45,29 +29,6 @@ def summed(x: torch.Tensor) -> torch.Tensor:
     total = x.clone(memory_format=torch.contiguous_format)  # gloo adds wrong numbers to strided tensors
     dist.all_reduce(total)
     return total
-
-
-def output_and_gradients(attend, tensors, weight, parameters=(), **options):
-    """o, and the gradients of sum(o * weight) with regard to the tensors and the parameters."""
-    leaves = [x.detach().clone().requires_grad_() for x in tensors]
-    o = attend(*leaves, **options)
-    return o, *torch.autograd.grad((o * weight).sum(), [*leaves, *parameters])
-
-
-def assert_equals_one_process(
-    group, N=UNEVEN, M=UNEVEN, *, masks="", dtype=torch.float64, bound=1e-12, attend=sima_attention, **options
-):
-    q, k, v = (torch.randn(2, 3, n, d, dtype=dtype) for n, d in ((N, 4), (M, 4), (M, 6)))
-    weight = torch.randn(2, 3, N, 6, dtype=dtype)
-    all_masks = {"query_mask": torch.rand(2, N) > 0.4, "key_mask": torch.rand(2, M) > 0.4}
-    all_masks = {name: mask for name, mask in all_masks.items() if name in masks}
-    mine = [part(x, 2) for x in (q, k, v)]
-    found = output_and_gradients(attend, mine, part(weight, 2), group=group, **parts(all_masks, 1), **options)
-    truth = [x.double() for x in (q, k, v)]
-    expected = output_and_gradients(sima_attention, truth, weight.double(), **all_masks, **options)
-    for x, whole in zip(found, expected, strict=True):
-        assert x.dtype == dtype
-        assert_close(x, part(whole, 2), bound)
 
 
 def comparison_finds_a_missing_sum(group):
@@ -136,22 +97,15 @@ def second_derivatives(group):
 def one_all_reduce_per_pass(group):
     B, H, D, Dv = 2, 3, 4, 6
     q, k, v = (torch.randn(B, H, n, d, requires_grad=True) for n, d in ((5, D), (7, D), (7, Dv)))
-    for token_ref, vectors in ((None, 2), (9.0, 3)):
+    for token_ref, gains in ((None, 0), (9.0, B)):
         sima_attention(q, k, v, token_ref=token_ref, group=group)  # the first call compares the options
-        sizes = []
-
-        def all_reduce(x, *arguments, sizes=sizes, original=collectives.all_reduce):
-            sizes.append(x.numel())
-            return original(x, *arguments)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(collectives, "all_reduce", all_reduce)
+        with all_reduce_sizes() as sizes:
             with CommDebugMode() as forward:
                 o = sima_attention(q, k, v, token_ref=token_ref, group=group)
             with CommDebugMode() as backward:
                 o.square().sum().backward()
         assert forward.get_total_counts() == backward.get_total_counts() == 1
-        assert sizes == [B * H * (D * Dv + vectors * D)] * 2
+        assert sizes == [B * H * (D * Dv + 2 * D) + gains] * 2
 
 
 def meshes_and_process_groups(group):
@@ -183,8 +137,8 @@ def unsupported_order_and_backend(group):
     assert plan(q, q, q, group=group) == Plan("kv", "eager")  # one process would choose "qk"
     with pytest.raises(ValueError, match="order 'qk' needs all keys on one process"):
         sima_attention(q, q, q, order="qk", group=group)
-    with pytest.raises(ValueError, match="backend 'triton' does not support group"):
-        sima_attention(q, q, q, backend="triton", group=group)
+    with pytest.raises(ValueError, match="backend 'triton' does not support this call"):
+        sima_attention(*[q.double()] * 3, backend="triton", group=group)
 
 
 def disagreement_is_an_error_on_every_process(group):
@@ -299,45 +253,26 @@ def copied_modules_keep_their_group(group):
     assert torch.equal(copy.deepcopy(module)(x), module(x))
 
 
-CASES = {
-    case.__name__: case
-    for case in (
-        comparison_finds_a_missing_sum,
-        operator,
-        queries_and_keys_split_differently,
-        masks_and_token_ref,
-        channels_of_zeros,
-        lower_precision,
-        packed_projection,
-        second_derivatives,
-        one_all_reduce_per_pass,
-        meshes_and_process_groups,
-        group_of_one,
-        unsupported_order_and_backend,
-        disagreement_is_an_error_on_every_process,
-        compiled,
-        self_attention_module,
-        cross_attention_module,
-        multihead_module,
-        class_attention_module,
-        class_attention_drops_entries,
-        modules_that_do_not_support_a_group,
-        copied_modules_keep_their_group,
-    )
-}
-
-
-def run_cases(folder: Path) -> None:
-    """Run all cases in this process of a group; write the error of each, None where there is none."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    errors = {}
-    for name, case in CASES.items():
-        torch.manual_seed(0)
-        try:
-            case(mesh)
-            errors[name] = None
-        except BaseException:  # pytest.raises fails with one
-            errors[name] = traceback.format_exc()
-    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(errors))
-    dist.destroy_process_group()
+CASES = [
+    comparison_finds_a_missing_sum,
+    operator,
+    queries_and_keys_split_differently,
+    masks_and_token_ref,
+    channels_of_zeros,
+    lower_precision,
+    packed_projection,
+    second_derivatives,
+    one_all_reduce_per_pass,
+    meshes_and_process_groups,
+    group_of_one,
+    unsupported_order_and_backend,
+    disagreement_is_an_error_on_every_process,
+    compiled,
+    self_attention_module,
+    cross_attention_module,
+    multihead_module,
+    class_attention_module,
+    class_attention_drops_entries,
+    modules_that_do_not_support_a_group,
+    copied_modules_keep_their_group,
+]

@@ -3,7 +3,6 @@
 The cases are in `split_tokens.py`. One group of each size runs all of them.
 """
 
-import json
 import re
 from pathlib import Path
 
@@ -11,19 +10,16 @@ import pytest
 import split_tokens
 
 import forked
+import token_parts
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids="{} processes".format)
 def errors(request, tmp_path_factory):
     """The errors of each process, by case."""
-    folder = tmp_path_factory.mktemp("group")
-    log = folder / "log"
-    codes = forked.run_group(log, request.param, split_tokens.run_cases, folder)
-    assert codes == [0] * request.param, log.read_text()
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(request.param)]
+    return token_parts.run_group(tmp_path_factory.mktemp("group"), request.param, split_tokens.CASES)
 
 
-@pytest.mark.parametrize("case", split_tokens.CASES)
+@pytest.mark.parametrize("case", [case.__name__ for case in split_tokens.CASES])
 def test_equals_one_process(errors, case):
     for rank, found in enumerate(errors):
         assert found[case] is None, f"process {rank}:\n{found[case]}"

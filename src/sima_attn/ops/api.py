@@ -62,7 +62,11 @@ def plan(
     if backend not in BACKENDS:
         raise unknown_name("backend", backend, BACKENDS)
     if is_split(group):
-        order, backend = _plan_of_split_tokens(order, backend)
+        if order == "qk":
+            raise ValueError(
+                "order 'qk' needs all keys on one process, but group splits them; use order='kv' or 'auto'"
+            )
+        order = "kv"
     if backend == "auto":
         # An exported program must run without this package, and may become an ONNX file.
         use_kernels = q.is_cuda and not _is_exporting() and unsupported_reason(q, k, v, order) is None
@@ -80,14 +84,6 @@ def plan(
     if not torch.compiler.is_compiling() and (callback := _plan_callback.get()) is not None:
         callback(chosen)
     return chosen
-
-
-def _plan_of_split_tokens(order: str, backend: str) -> tuple[str, str]:
-    if order == "qk":
-        raise ValueError("order 'qk' needs all keys on one process, but group splits them; use order='kv' or 'auto'")
-    if backend == "triton":
-        raise ValueError("backend 'triton' does not support group; use 'eager' or 'auto', plain torch on any device")
-    return "kv", "eager"
 
 
 def is_split(group: "Group | None") -> bool:
@@ -165,15 +161,25 @@ def sima_attention(
     check_eps(eps)
     chosen = plan(q, k, v, order=order, backend=backend, group=group)
     if group is not None and split:
-        from sima_attn.ops.sequence_parallel import sima_split
-
-        return sima_split(q, k, v, group=group, key_mask=key_mask, query_mask=query_mask, token_ref=token_ref, eps=eps)
+        options: dict[str, Any] = {"key_mask": key_mask, "query_mask": query_mask, "token_ref": token_ref, "eps": eps}
+        return _split_attention(chosen.backend)(q, k, v, group=group, **options).transpose(1, 2)
     if chosen.backend == "eager":
         return sima_eager(
             q, k, v, order=chosen.order, key_mask=key_mask, query_mask=query_mask, token_ref=token_ref, eps=eps
         )
     call = _triton_call(key, chosen.order, token_ref, eps)
     return call(q, k, v, query_mask=query_mask, key_mask=key_mask).transpose(1, 2)
+
+
+def _split_attention(backend: str) -> Callable[..., Tensor]:
+    """The function for tokens that are split over processes."""
+    if backend == "triton":
+        from sima_attn.ops.triton_sequence_parallel import sima_split_triton
+
+        return sima_split_triton
+    from sima_attn.ops.sequence_parallel import sima_split
+
+    return sima_split
 
 
 # Calls that need no checks, because the key holds everything that the checks depend on.
@@ -225,15 +231,13 @@ def sima_attention_qkv(
     q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, D] each
     if token_mask is not None:
         check_mask("token_mask", token_mask, q)
-    if split:
-        masks: dict[str, Any] = {"key_mask": token_mask, "query_mask": token_mask}
-        return sima_attention(
-            q, k, v, order=order, token_ref=token_ref, eps=eps, backend=backend, group=group, **masks
-        ).transpose(1, 2)
-    check_qkv(q, k, v)
+    check_qkv(q, k, v, fewest_tokens=0 if split else 1)
     check_token_ref(token_ref)
     check_eps(eps)
-    chosen = plan(q, k, v, order=order, backend=backend)
+    chosen = plan(q, k, v, order=order, backend=backend, group=group)
+    if group is not None and split:
+        options: dict[str, Any] = {"key_mask": token_mask, "query_mask": token_mask, "token_ref": token_ref, "eps": eps}
+        return _split_attention(chosen.backend)(qkv, group=group, **options)
     if chosen.backend == "eager":
         if trains_packed(q, k, v):
             return sima_eager_qkv(qkv, order=chosen.order, token_mask=token_mask, token_ref=token_ref, eps=eps)

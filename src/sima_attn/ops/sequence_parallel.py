@@ -8,10 +8,14 @@ process multiplies its own queries by the result:
 The message has D x Dv + 2 D numbers per head, whatever the number of tokens. The gradient of a sum over processes is
 the sum of their gradients, so the backward pass is one all-reduce of the same size.
 
+`sima_split` is plain torch. triton_sequence_parallel.py sends the same message with the fused kernels around it.
+
 Shapes: B batch, H heads, N query tokens, M key tokens, D channels per head, Dv value channels per head; N and M count
 the tokens of this process.
 """
 
+import math
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,7 +27,14 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from sima_attn.ops.cpu_inference import needs_grad
-from sima_attn.ops.eager import compute_dtype, drop_padding, heads_last, l1_over_tokens, token_gain, without_autocast
+from sima_attn.ops.eager import (
+    compute_dtype,
+    drop_padding,
+    heads_last,
+    l1_over_tokens,
+    token_gain,
+    without_autocast,
+)
 
 Group = ProcessGroup | DeviceMesh
 
@@ -46,23 +57,25 @@ def process_group(group: Group) -> ProcessGroup:
 
 
 def sima_split(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
+    *tensors: Tensor,
     group: Group,
     key_mask: Tensor | None,
     query_mask: Tensor | None,
     token_ref: float | None,
     eps: float,
 ) -> Tensor:
-    """SimA of checked arguments: the output [B, H, N, Dv] for the queries of this process."""
-    q, k, v = drop_padding(q, k, v, key_mask=key_mask, query_mask=query_mask)
+    """SimA of checked arguments, q, k and v or packed qkv: the output [B, N, H, Dv] for the queries of this process."""
+    q, k, v = drop_padding(*unpack_qkv(tensors), key_mask=key_mask, query_mask=query_mask)
     dtype, work = q.dtype, compute_dtype(q.dtype)
     q, k, v = q.to(work), k.to(work), v.to(work)
     with without_autocast(q):
         state = attention_state(q, k, v, group=group, query_mask=query_mask, token_ref=token_ref, eps=eps)
-        return heads_last((q @ state).to(dtype))
+        return heads_last((q @ state).to(dtype)).transpose(1, 2)
+
+
+def unpack_qkv(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """q, k and v [B, H, N, D] of these three, or of one packed tensor [B, N, 3, H, D]."""
+    return tensors if len(tensors) == 3 else tensors[0].permute(2, 0, 3, 1, 4).unbind(0)
 
 
 def attention_state(
@@ -77,16 +90,33 @@ def attention_state(
 ) -> Tensor:
     """diag(s) K^T V [B, H, D, Dv] over the tokens of all processes; padding in q, k and v must be zero."""
     members = process_group(group)
-    _check_agreement(members, q, k, v, token_ref=token_ref, eps=eps)
-    vectors = [l1_over_tokens(k), l1_over_tokens(q)]  # [B, H, D] each
-    if token_ref is not None:  # N / token_ref is a sum over the processes too
-        vectors.append(torch.ones_like(vectors[0]) * token_gain(q, query_mask, token_ref))
-    message = torch.cat([k.mT @ v, torch.stack(vectors, -1)], -1)  # [B, H, D, Dv + 2], one more with token_ref
-    total = SumOverProcesses.apply(message, members)
-    k_norm, q_norm, *gain = total[..., v.shape[3] :].split(1, -1)  # [B, H, D, 1] each
+    check_agreement(members, q, k, v, backend="eager", token_ref=token_ref, eps=eps)
+    D, Dv = q.shape[3], v.shape[3]
+    sums = torch.cat([(k.mT @ v).flatten(2), l1_over_tokens(q), l1_over_tokens(k)], -1)  # [B, H, D * Dv + 2 D]
+    message = pack_message(sums, None if token_ref is None else token_gains(q, query_mask, token_ref))
+    sums, gains = unpack_message(SumOverProcesses.apply(message, members), sums.shape)
+    kv, q_norm, k_norm = sums.split([D * Dv, D, D], -1)
     # One norm after the other, as in `folded_attention`: their product can overflow float32.
-    state = total[..., : v.shape[3]] / k_norm.clamp_min(eps) / q_norm.clamp_min(eps)
-    return state * gain[0] if gain else state
+    state = kv.unflatten(-1, (D, Dv)) / k_norm[..., None].clamp_min(eps) / q_norm[..., None].clamp_min(eps)
+    return state if gains is None else state * gains[:, None, None, None]
+
+
+def token_gains(q: Tensor, query_mask: Tensor | None, token_ref: float) -> Tensor:
+    """N / token_ref of each image [B], of the tokens of this process: a sum over the processes too."""
+    ones = torch.ones(q.shape[0], 1, 1, dtype=compute_dtype(q.dtype), device=q.device)
+    return (ones * token_gain(q, query_mask, token_ref)).flatten()
+
+
+def pack_message(sums: Tensor, gains: Tensor | None) -> Tensor:
+    """The message of a process: K^T V, |Q|_1 and |K|_1 of each head, then the gain of each image if there is one."""
+    return sums.flatten() if gains is None else torch.cat([sums.flatten(), gains])
+
+
+def unpack_message(message: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+    """(sums of that shape, gains [B])."""
+    count = math.prod(shape)
+    sums, gains = message[:count].view(shape), message[count:]
+    return sums, gains if len(gains) else None
 
 
 class SumOverProcesses(torch.autograd.Function):
@@ -96,7 +126,7 @@ class SumOverProcesses(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         """The sum, a new tensor."""
         ctx.group = group
-        return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", group))
+        return all_reduce(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -104,12 +134,17 @@ class SumOverProcesses(torch.autograd.Function):
         return SumOverProcesses.apply(grad, ctx.group), None
 
 
+def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum over the processes, a new tensor, in a way that torch.compile sees. Autograd does not record it."""
+    return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", group))
+
+
 # The calls that all processes of a group were found to agree on.
 _agreed: WeakKeyDictionary[ProcessGroup, set[str]] = WeakKeyDictionary()
 
 
-def _check_agreement(
-    group: ProcessGroup, q: Tensor, k: Tensor, v: Tensor, *, token_ref: float | None, eps: float
+def check_agreement(
+    group: ProcessGroup, q: Tensor, k: Tensor, v: Tensor, *, backend: str, token_ref: float | None, eps: float
 ) -> None:
     """Raise on all processes if they call with different sizes or options; the number of tokens may differ.
 
@@ -120,7 +155,7 @@ def _check_agreement(
         return
     (B, H, _, D), Dv = q.shape, v.shape[3]
     gradient = needs_grad(q, k, v)
-    call = f"{B=}, {H=}, {D=}, {Dv=}, sums in {q.dtype}, {token_ref=}, {eps=}, {gradient=}"
+    call = f"{B=}, {H=}, {D=}, {Dv=}, {backend=}, sums in {compute_dtype(q.dtype)}, {token_ref=}, {eps=}, {gradient=}"
     agreed = _agreed.setdefault(group, set())
     if call in agreed:
         return

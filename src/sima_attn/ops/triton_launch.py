@@ -1,7 +1,8 @@
 """Which Triton kernels compute SimA, on which grids, with which memory.
 
 Few tokens take one launch. With many tokens there are two launches: the first sums over shares of the tokens, the
-second computes the outputs. A third one in between adds the shares where they are many.
+second computes the outputs. A third one in between adds the shares where they are many. Where the tokens are split over
+processes, the `..._of_part` functions launch the same kernels on each side of an all-reduce.
 
 Shapes: B batch, H heads, N query tokens, M key tokens, D channels per head, DV value channels per head.
 """
@@ -130,15 +131,22 @@ def _forward_split(launcher: Launcher, x: Inputs, o: Tensor, keep: bool) -> Tens
     shares = _sum_shares(launcher, x, splits)
     if not few:
         _finish(launcher, kernels.finish_forward, (shares, state), splits, x)
+    _apply_forward(launcher, x, o, shares, state, splits=splits if few else 0, keep=keep)
+    return state
+
+
+def _apply_forward(
+    launcher: Launcher, x: Inputs, o: Tensor, shares: Tensor | None, state: Tensor | None, *, splits: int, keep: bool
+) -> None:
+    """Fill o from that many shares, or from W in the state where `splits` is 0."""
     tile = _tile(kernels.apply_forward, x)
     columns = min(padded(x.DV), tile.columns)
     launcher.launch(
         kernels.apply_forward, (x.heads, cdiv(x.N, tile.rows * tile.tiles), cdiv(x.DV, columns)),
         (x.q, o, shares, state, x.query_mask, x.gains),
         (x.gain, x.eps, x.heads, x.H, x.N, tile.tiles, *x.strides[:3], x.H * x.DV),
-        tile, BLOCK_N=tile.rows, SPLITS=splits if few else 0, KEEP=keep, **{**x.constants, "BLOCK_V": columns},
+        tile, BLOCK_N=tile.rows, SPLITS=splits, KEEP=keep, **{**x.constants, "BLOCK_V": columns},
     )  # fmt: skip
-    return state
 
 
 def _count_shares(x: Inputs) -> tuple[int, bool]:
@@ -186,20 +194,14 @@ def backward(launcher: Launcher, x: Inputs, do: Tensor, state: Tensor, *, order:
 
     do is [B, N, H, DV] with contiguous channels.
     """
-    C, CV = x.H * x.D, x.H * x.DV
-    grads = launcher.empty(x.B * (x.N * C + x.M * (C + CV)), dtype=x.q.dtype)
-    if x.k is None:
-        dk_dv_offsets, token_strides = (C, 2 * C), (3 * C, 3 * C, 3 * C)
-    else:
-        dk_dv_offsets, token_strides = (x.B * x.N * C, x.B * (x.N + x.M) * C), (C, C, CV)
-    tensors, options = (x.q, x.k, x.v, do, grads), (x.query_mask, x.key_mask, x.gains)
-    offsets, strides = (*x.offsets, *dk_dv_offsets), (*x.strides, *_head_strides(do), *token_strides)
+    grads = _empty_grads(launcher, x)
     if order == "qk" or _is_one_launch(x, tiles.FEW_TOKENS):
         kernel = kernels.attend_backward if order == "qk" else kernels.backward_head
         tile = _tile(kernel, x)
         own = _whole_blocks(x) if order == "qk" else {"BLOCK_N": tile.rows, "WHOLE": tile.rows >= x.N}
+        offsets, strides = _offsets_and_strides(x, do)
         launcher.launch(
-            kernel, (x.heads, 1, 1), (*tensors, state, *options),
+            kernel, (x.heads, 1, 1), (x.q, x.k, x.v, do, grads, state, x.query_mask, x.key_mask, x.gains),
             (*offsets, x.gain, x.eps, x.H, x.N, x.M, *strides), tile, **own, **x.constants,
         )  # fmt: skip
         return grads
@@ -209,16 +211,41 @@ def backward(launcher: Launcher, x: Inputs, do: Tensor, state: Tensor, *, order:
     sums = None if few else launcher.empty(*x.row_shape)
     if not few:
         _finish(launcher, kernels.finish_backward, (shares, state, sums), splits, x)
+    _apply_backward(launcher, x, do, grads, shares, state, sums, splits=splits if few else 0)
+    return grads
+
+
+def _empty_grads(launcher: Launcher, x: Inputs) -> Tensor:
+    """Memory for the gradients of q, k and v."""
+    C, CV = x.H * x.D, x.H * x.DV
+    return launcher.empty(x.B * (x.N * C + x.M * (C + CV)), dtype=x.q.dtype)
+
+
+def _offsets_and_strides(x: Inputs, do: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where k and v begin in a packed tensor, and dk and dv in the gradients; strides of all inputs and gradients."""
+    C, CV = x.H * x.D, x.H * x.DV
+    if x.k is None:
+        dk_dv_offsets, token_strides = (C, 2 * C), (3 * C, 3 * C, 3 * C)
+    else:
+        dk_dv_offsets, token_strides = (x.B * x.N * C, x.B * (x.N + x.M) * C), (C, C, CV)
+    return (*x.offsets, *dk_dv_offsets), (*x.strides, *_head_strides(do), *token_strides)
+
+
+def _apply_backward(
+    launcher: Launcher, x: Inputs, do: Tensor, grads: Tensor, shares: Tensor | None, state: Tensor,
+    sums: Tensor | None, *, splits: int,
+) -> None:  # fmt: skip
+    """Fill the gradients from that many shares, or from `sums` where `splits` is 0."""
     tile = _tile(kernels.apply_backward, x)
     columns = min(max(x.blocks), tile.columns)
+    offsets, strides = _offsets_and_strides(x, do)
     launcher.launch(
         kernels.apply_backward,
         (x.heads, cdiv(x.tokens, tile.rows * tile.tiles), cdiv(max(x.D, x.DV), columns)),
-        (*tensors, shares, state, sums, *options),
+        (x.q, x.k, x.v, do, grads, shares, state, sums, x.query_mask, x.key_mask, x.gains),
         (*offsets, x.gain, x.eps, x.heads, x.H, x.N, x.M, tile.tiles, *strides),
-        tile, BLOCK_C=columns, BLOCK_N=tile.rows, SPLITS=splits if few else 0, **x.constants,
+        tile, BLOCK_C=columns, BLOCK_N=tile.rows, SPLITS=splits, **x.constants,
     )  # fmt: skip
-    return grads
 
 
 def split_grads(grads: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -273,3 +300,38 @@ def _whole_blocks(x: Inputs) -> dict[str, int]:
 def _sum_rows(x: Inputs, tile: Tile) -> int:
     """Rows of a tile that one pass of all threads covers, 16 bytes per thread."""
     return min(tile.rows, max(16, tile.warps * 256 // x.blocks[0]))
+
+
+# --- tokens split over processes ---------------------------------------------------------------------------------
+
+
+def sums_of_part(launcher: Launcher, x: Inputs) -> Tensor:
+    """K^T V, |Q|_1 and |K|_1 of the tokens of this process, a row per head; zeros where there are none."""
+    splits = max(1, _count_shares(x)[0])
+    shares = _sum_shares(launcher, x, splits)
+    return shares[0] if splits == 1 else shares.sum(0)
+
+
+def forward_of_part(launcher: Launcher, x: Inputs, sums: Tensor) -> tuple[Tensor, Tensor]:
+    """(o [B, N, H, DV], state) from the sums over all processes."""
+    o, state = launcher.empty(x.B, x.N, x.H, x.DV, dtype=x.q.dtype), launcher.empty(*x.row_shape)
+    _finish(launcher, kernels.finish_forward, (sums, state), 1, x)
+    if x.N > 0:
+        _apply_forward(launcher, x, o, None, state, splits=0, keep=False)
+    return o, state
+
+
+def gradient_sums_of_part(launcher: Launcher, x: Inputs, do: Tensor, state: Tensor) -> Tensor:
+    """Z, t/|Q|_1 and t/|K|_1 of the queries of this process, a row per head. They are linear in dO, so they add up."""
+    splits = max(1, _count_shares(x)[0])
+    shares, sums = _sum_shares(launcher, x, splits, do), launcher.empty(*x.row_shape)
+    _finish(launcher, kernels.finish_backward, (shares, state, sums), splits, x)
+    return sums
+
+
+def backward_of_part(launcher: Launcher, x: Inputs, do: Tensor, state: Tensor, sums: Tensor) -> Tensor:
+    """The gradients of q, k and v as `backward` returns them, from the gradient sums over all processes."""
+    grads = _empty_grads(launcher, x)
+    if x.tokens > 0:
+        _apply_backward(launcher, x, do, grads, None, state, sums, splits=0)
+    return grads

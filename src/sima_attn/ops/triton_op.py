@@ -69,9 +69,8 @@ class PreparedCall:
         given = (*tensors, *others, *present(*options[:3]))
         if (recording := self._recordings.get(key)) is not None:
             return recording.repeat(given)
-        recording, device = Recording(given), given[0].device
-        # Kernels are launched on the current device, which may be another one.
-        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        recording = Recording(given)
+        with device_of(given[0]):
             launch(recording, read_inputs(tensors, *options), *others, order=self.order, **settings)
         self._recordings[key] = recording
         return recording.finish()
@@ -99,8 +98,13 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         state, query_mask, key_mask, *tensors = ctx.saved_tensors
-        grads = ctx.call.backward(_with_contiguous_channels(grad), state, tensors, query_mask, key_mask)
+        grads = ctx.call.backward(with_contiguous_channels(grad), state, tensors, query_mask, key_mask)
         return None, None, None, *split_grads(grads, tensors)
+
+
+def device_of(x: Tensor) -> contextlib.AbstractContextManager:
+    """A context in which kernels are launched on the device of x: they run on the current device."""
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
 def as_bytes(mask: Tensor | None) -> Tensor | None:
@@ -113,18 +117,18 @@ def present(*tensors: Tensor | None) -> tuple[Tensor, ...]:
     return tuple(t for t in tensors if t is not None)
 
 
-def _with_contiguous_channels(grad: Tensor) -> Tensor:
+def with_contiguous_channels(grad: Tensor) -> Tensor:
     """The gradient of a sum, for example, is expanded."""
     return grad if grad.stride(3) == 1 or grad.shape[3] == 1 else grad.contiguous()
 
 
-def _operator(name: str, run: Callable):
+def operator(name: str, run: Callable):
     """A torch operator. In Triton's interpreter there is nothing that torch.compile could launch by itself."""
     if not INTERPRETED:
         return torch.library.triton_op(name, run, mutates_args=())
-    operator = torch.library.custom_op(name, run, mutates_args=())
-    operator.register_fake(run)
-    return operator
+    opaque = torch.library.custom_op(name, run, mutates_args=())
+    opaque.register_fake(run)
+    return opaque
 
 
 def _run_attention(
@@ -148,8 +152,8 @@ def _run_attention_backward(
     return backward(TracedLauncher(q), x, do, state, order=order)
 
 
-attention = _operator("sima_attn::attention", _run_attention)
-attention_backward = _operator("sima_attn::attention_backward", _run_attention_backward)
+attention = operator("sima_attn::attention", _run_attention)
+attention_backward = operator("sima_attn::attention_backward", _run_attention_backward)
 
 
 def _save(ctx, inputs, output) -> None:
@@ -161,7 +165,7 @@ def _save(ctx, inputs, output) -> None:
 
 def _grad(ctx, grad, _unused):
     _, *tensors = ctx.saved_tensors
-    grads = attention_backward(_with_contiguous_channels(grad), *ctx.saved_tensors, *ctx.numbers)
+    grads = attention_backward(with_contiguous_channels(grad), *ctx.saved_tensors, *ctx.numbers)
     found = split_grads(grads, present(*tensors[:3]))
     return *found, *[None] * (10 - len(found))
 
