@@ -1,7 +1,8 @@
 """Compile kernels for Hopper, without a GPU: prints {name: [products left running at each wait]} as JSON.
 
 A program of its own, because in the tests' own process the kernels are interpreted. Every kernel is compiled for packed
-inputs without masks and for separate ones with masks, so that neither way depends on a GPU to be compiled at all.
+inputs without masks and for separate ones with masks, so that neither way depends on a GPU to be compiled at all. One
+shape is also compiled as a part of tokens that are split over processes.
 """
 
 import json
@@ -14,7 +15,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sima_attn.ops import triton_launchers, triton_tiles
-from sima_attn.ops.triton_launch import backward, forward, read_inputs
+from sima_attn.ops.triton_launch import (
+    backward,
+    backward_of_part,
+    forward,
+    forward_of_part,
+    gradient_sums_of_part,
+    read_inputs,
+    sums_of_part,
+)
 
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.uint8: "*u8"}
 HOPPER = triton_tiles.Chip(multiprocessors=132, shared_memory=232448)
@@ -78,6 +87,10 @@ def main() -> None:
             launcher = CompilingLauncher(found, f"{case} {way}")
             _, state = forward(launcher, inputs, order=order, keep=True)
             backward(launcher, inputs, do, state, order=order)
+            if (B, N) == (128, 500):
+                launcher.case += " of a part"
+                _, state = forward_of_part(launcher, inputs, sums_of_part(launcher, inputs))
+                backward_of_part(launcher, inputs, do, state, gradient_sums_of_part(launcher, inputs, do, state))
     assert triton_launchers.INTERPRETED is False
     json.dump(found, sys.stdout)
 

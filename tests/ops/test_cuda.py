@@ -6,9 +6,10 @@ import sys
 import pytest
 import torch
 import torch._dynamo.testing
+import torch.distributed as dist
 from torch._inductor.utils import run_and_get_code
 
-from closeness import assert_as_accurate, assert_close
+from closeness import assert_as_accurate, assert_close, relative_error
 from sima_attn.nn import ATTENTIONS, create_attention
 from sima_attn.ops import sima_attention, sima_attention_qkv, sima_reference
 from sima_attn.ops.reference import algorithm_1
@@ -121,6 +122,55 @@ def test_values_of_another_width_than_the_keys(dtype, N, B, D, Dv):
     truth = sima_attention(q.double(), k.double(), v.double(), backend="eager")
     plain = sima_attention(q, k, v, order="kv", backend="eager")
     assert_as_accurate(sima_attention(q, k, v, order="kv", backend="triton"), plain, truth)
+
+
+@pytest.fixture
+def group_of_one():
+    """A group of this process alone, through NCCL."""
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("N", "D"), [(20, 64), (196, 48), (1025, 64), (9216, 64), (500, 128)])
+def test_the_kernels_around_an_all_reduce(group_of_one, dtype, N, D):
+    """What each process of a group runs. `sima_attention` takes another way where the group has one process."""
+    from sima_attn.ops.triton_sequence_parallel import sima_split_triton
+
+    q, k, v = packed_qkv(dtype, N=N, D=D)
+    grad = torch.randn(4, N, 3, D, device="cuda").to(dtype)
+    mask = torch.rand(4, N, device="cuda") > 0.3
+
+    def gradients(attend, *tensors, **options):
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        o = attend(*leaves, key_mask=mask, query_mask=mask, token_ref=100.0, eps=1e-12, **options)
+        return o, *torch.autograd.grad(o, leaves, grad.to(o.dtype))
+
+    def whole(*tensors, **options):
+        return sima_attention(*tensors, **options).transpose(1, 2)
+
+    ours = gradients(sima_split_triton, q, k, v, group=group_of_one)
+    alone = gradients(whole, q, k, v, order="kv", backend="triton")
+    truth = gradients(whole, q.double(), k.double(), v.double())
+    for a, b, true in zip(ours, alone, truth, strict=True):
+        assert relative_error(a, true) <= 2 * relative_error(b, true) + torch.finfo(dtype).eps / 8
+
+
+def test_torch_compile_launches_the_kernels_around_an_all_reduce(group_of_one):
+    from sima_attn.ops.triton_sequence_parallel import sima_split_triton
+
+    torch._dynamo.reset()
+    options = {"group": group_of_one, "key_mask": None, "query_mask": None, "token_ref": 100.0, "eps": 1e-12}
+    qkv = torch.randn(2, 1025, 3, 3, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    expected = sima_split_triton(qkv, **options)
+    out, code = run_and_get_code(torch.compile(sima_split_triton, fullgraph=True), qkv, **options)
+    for name in ("outer_products", "all_reduce", "finish_forward", "apply_forward"):
+        assert name in "".join(code)
+    assert "torch.ops.sima_attn" not in "".join(code)
+    assert_close(out, expected, 1e-6)
+    grad = torch.randn_like(out)
+    assert_close(*(torch.autograd.grad(o, qkv, grad)[0] for o in (out, expected)), 1e-2)
 
 
 AOT_INDUCTOR = """
