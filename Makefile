@@ -72,7 +72,7 @@ clean: ## remove the environment, caches and runs/
 
 # The stamp is newer than pyproject.toml when the environment is up to date: then nothing is asked of uv.
 $(READY): pyproject.toml | $(UV)
-	$(UV) sync --compile-bytecode --extra plots --extra hf --extra onnx --extra train --extra data --extra detection --extra serve --group dev
+	$(UV) sync --compile-bytecode --extra plots --extra hf --extra onnx --extra train --extra data --extra detection --extra serve --extra gigapixel --group dev
 	@touch $@
 
 .tools/uv/bin/uv:

@@ -113,7 +113,7 @@ def test_what_a_killed_writer_left_is_removed_and_what_a_living_one_writes_stays
 
 
 def test_a_folder_removed_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
-    lock, created = _files._lock, []
+    lock, created = _files.lock, []
 
     def lock_too_late(handle, *, wait):
         if not created:
@@ -121,7 +121,7 @@ def test_a_folder_removed_before_it_is_locked_is_made_again(tmp_path, monkeypatc
             shutil.rmtree(created[0])
         return lock(handle, wait=wait)
 
-    monkeypatch.setattr(_files, "_lock", lock_too_late)
+    monkeypatch.setattr(_files, "lock", lock_too_late)
     with atomic_write(tmp_path / "file") as temporary:
         temporary.write_text("x")
     assert created

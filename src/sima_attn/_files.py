@@ -58,7 +58,7 @@ def _temporary_folder(parent: Path) -> Iterator[tuple[Path, int]]:
     while True:
         folder = Path(tempfile.mkdtemp(dir=parent, prefix=PREFIX))
         handle = os.open(folder / _LOCK, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)  # the system applies the umask
-        _lock(handle, wait=True)
+        lock(handle, wait=True)
         if folder.exists():
             break
         os.close(handle)  # another process removed the folder before it was locked
@@ -75,7 +75,7 @@ def remove_leftovers(folder: Path) -> None:
         with suppress(OSError):  # it may belong to another user, or be removed already
             handle = os.open(left / _LOCK, os.O_WRONLY)
             try:
-                if _lock(handle, wait=False):
+                if lock(handle, wait=False):
                     shutil.rmtree(left, ignore_errors=True)
             finally:
                 os.close(handle)
@@ -84,7 +84,7 @@ def remove_leftovers(folder: Path) -> None:
 _remove_leftovers_once = cache(remove_leftovers)
 
 
-def _lock(handle: int, *, wait: bool) -> bool:
+def lock(handle: int, *, wait: bool) -> bool:
     """Lock an open file and return whether that succeeded; the system releases the lock when the process ends.
 
     Not lockf, whose lock is released as soon as this process closes any handle of the file.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import numpy as np
     from PIL.Image import Image
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".gif", ".tif", ".tiff", ".avif")
@@ -210,14 +211,23 @@ def to_rgb(image: Image) -> Image:
     import numpy as np
 
     pixels = np.asarray(image)
-    low, high = pixels.min(), pixels.max()
-    if image.mode == "F":
+    return fromarray(to_bytes(pixels, pixels.min(), pixels.max())).convert("RGB")
+
+
+def to_bytes(pixels: np.ndarray, low: float, high: float) -> np.ndarray:
+    """Pixels of 16 bits, whole numbers or floats -> 8 bits, as `to_rgb` does.
+
+    `low` and `high` are those of the whole image, of which the pixels may be a part.
+    """
+    import numpy as np
+
+    if pixels.dtype.kind == "f":
         if not (low >= 0 and high <= 255):  # also true for NaN
             raise ValueError(f"it has floats from {low:g} to {high:g}; scale them to 0 to 1 or 0 to 255")
         pixels = np.rint(pixels * 255 if high <= 1 else pixels)
     else:
         if low < 0 or high > 65535:
             raise ValueError(f"it has whole numbers from {low} to {high}; scale them to 0 to 65535")
-        if image.mode != "I" or high > 255:
+        if pixels.dtype.itemsize == 2 or high > 255:
             pixels = pixels >> 8  # the high byte, as Pillow does for 16-bit colours
-    return fromarray(pixels.astype(np.uint8)).convert("RGB")
+    return pixels.astype(np.uint8)

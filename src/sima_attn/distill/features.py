@@ -18,8 +18,8 @@ from sima_attn.data.settings import Data
 from sima_attn.nn.grid import token_layout
 from sima_attn.probe.knn import nearest
 from sima_attn.report.drawing import Tile, sheet
+from sima_attn.report.feature_colours import FeatureColours
 
-SHOWN_RANGE = (0.01, 0.99)  # quantiles of the teacher's values that are shown as 0 and as full colour
 SIDE = 224  # of a picture, in pixels
 
 
@@ -41,13 +41,8 @@ def feature_colours(teacher: Tensor, student: Tensor) -> tuple[Tensor, Tensor]:
 
     Both are projected on the same components and scaled alike, so that equal features have equal colours.
     """
-    points = teacher.flatten(0, 1).double()
-    mean = points.mean(0)
-    _, _, directions = torch.linalg.svd(points - mean, full_matrices=False)
-    places = [(tokens.double() - mean) @ directions[:3].mT for tokens in (teacher, student)]  # [n, N, 3]
-    low, high = torch.quantile(places[0].flatten(0, 1), torch.tensor(SHOWN_RANGE, dtype=points.dtype), dim=0)
-    theirs, ours = (((p - low) / (high - low).clamp_min(1e-12)).clamp(0, 1) for p in places)
-    return theirs, ours
+    colours = FeatureColours(teacher.flatten(0, 1))
+    return colours(teacher), colours(student)
 
 
 def draw_features(path: Path, images: Tensor, teacher: Tensor, student: Tensor, data: Data, attention: str) -> None:

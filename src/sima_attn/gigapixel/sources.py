@@ -1,0 +1,287 @@
+"""An image of any format -> any rectangle of it as 8-bit RGB, with the pixel values of `data.images.read_image`.
+
+TIFF with tiles or without compression, zarr and .npy are read in place. What can only be decoded as a whole (photos,
+compressed strips) is decoded once, into a file in the folder of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sima_attn._errors import check_installed, first_line
+from sima_attn._files import disk_full_reason
+from sima_attn.data.images import make_upright, to_bytes, to_rgb
+from sima_attn.gigapixel.stores import FileArray, free_memory
+from sima_attn.gigapixel.tiles import Tile
+
+IN_MEMORY = 32 * 2**20  # bytes: smaller images are decoded into memory
+BAND = 256  # rows that are converted at a time
+MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # TIFF and BigTIFF
+ZARR = ("zarr.json", ".zarray", ".zgroup")
+OnBand = Callable[[int, int], object]  # (rows done, all rows)
+
+
+class Source:
+    """An image whose pixels are read by rectangles.
+
+    Args:
+        array: Any object with `shape`, `dtype` and basic indexing.
+        axes: A letter per axis: Y rows, X columns, S or C channels; others must have length 1.
+    """
+
+    def __init__(self, array: Any, axes: str) -> None:
+        self._array = array
+        lengths = dict(zip(axes, array.shape, strict=True))
+        other = {axis: n for axis, n in lengths.items() if axis not in "YXSC" and n > 1}
+        channels = [axis for axis in "SC" if lengths.get(axis, 1) > 1]
+        if other or len(channels) > 1 or not {"Y", "X"} <= lengths.keys():
+            raise ValueError(
+                f"it has the shape {tuple(array.shape)} with axes {axes}: needed are rows, columns and 1 to 4 channels; "
+                "write one plane of it to a file of its own"
+            )
+        self._axes, self._channels = axes, channels[0] if channels else None
+        self.height, self.width = lengths["Y"], lengths["X"]
+        count = lengths[channels[0]] if channels else 1
+        if not 1 <= count <= 4:
+            raise ValueError(f"it has {count} channels: needed are 1 to 4, grey or RGB, with or without transparency")
+        if array.dtype.kind not in "buif":
+            raise ValueError(f"its pixels are {array.dtype}: needed are whole numbers or floats")
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width in pixels."""
+        return self.height, self.width
+
+    def read(self, tile: Tile) -> np.ndarray:
+        """A rectangle in pixels -> [height, width, 3], uint8."""
+        from PIL.Image import fromarray
+
+        pixels = self._raw(tile)
+        if pixels.dtype.kind == "b":
+            pixels = pixels.astype(np.uint8) * 255
+        if pixels.dtype != np.uint8:
+            pixels = to_bytes(pixels, *self._limits)
+        return np.asarray(to_rgb(fromarray(np.ascontiguousarray(pixels))))
+
+    def _raw(self, tile: Tile) -> np.ndarray:
+        """A rectangle as it is stored: [height, width] or [height, width, channels]."""
+        places = {"Y": tile.slices[0], "X": tile.slices[1], self._channels: slice(None)}
+        index = tuple(places.get(axis, 0) for axis in self._axes)
+        pixels = np.asarray(self._array[index])
+        if pixels.ndim == 3 and self._axes.index(self._channels) < self._axes.index("Y"):
+            pixels = np.moveaxis(pixels, 0, 2)
+        return pixels
+
+    @cached_property
+    def _limits(self) -> tuple[float, float]:
+        """Smallest and largest value; 16-bit images need no look at all pixels."""
+        if self._array.dtype.kind == "u" and self._array.dtype.itemsize == 2:
+            return 0, 65535
+        ends = [(band.min(), band.max()) for band in map(self._raw, bands(self.size))]
+        low, high = np.asarray(ends).T
+        return low.min(), high.max()
+
+
+class DecodedSource:
+    """8-bit RGB pixels [height, width, 3] in a file."""
+
+    def __init__(self, array: FileArray) -> None:
+        self._array = array
+        self.size = array.shape[:2]
+
+    def read(self, tile: Tile) -> np.ndarray:
+        """A rectangle in pixels -> [height, width, 3], uint8."""
+        return self._array.read(tile).numpy()
+
+
+AnySource = Source | DecodedSource
+
+
+def bands(size: tuple[int, int], rows: int = BAND) -> Iterator[Tile]:
+    """Rectangles of the whole width."""
+    height, width = size
+    for top in range(0, height, rows):
+        yield Tile(top, min(height, top + rows), 0, width)
+
+
+@contextmanager
+def open_source(
+    image: str | Path | np.ndarray, folder: Path, on_band: OnBand = lambda done, total: None
+) -> Iterator[AnySource]:
+    """An image, open for reading.
+
+    Args:
+        image: A file, a folder of zarr, or an array [height, width], [height, width, channels] or [channels, height,
+            width].
+        folder: Where the pixels go that can only be decoded as a whole; those of an earlier call are used.
+        on_band: Called while they are decoded.
+    """
+    if isinstance(image, np.ndarray):
+        yield Source(image, array_axes(image.shape))
+        return
+    path = Path(image)
+    if not path.exists():
+        raise FileNotFoundError(f"there is no image {path}")
+    with ExitStack() as stack:
+        try:
+            source = _open(path, folder, stack, on_band)
+        except Exception as error:  # decoders raise anything on broken data
+            if disk_full_reason(error):
+                raise
+            raise ValueError(f"{path} cannot be read as an image: {first_line(error)}") from error
+        yield _Named(source, path)
+
+
+class _Named:
+    """A source whose errors name the file."""
+
+    def __init__(self, source: AnySource, path: Path) -> None:
+        self._source, self._path, self.size = source, path, source.size
+
+    def read(self, tile: Tile) -> np.ndarray:
+        try:
+            return self._source.read(tile)
+        except Exception as error:  # decoders raise anything on broken data
+            place = f"rows {tile.top} to {tile.bottom}, columns {tile.left} to {tile.right}"
+            raise ValueError(f"{self._path} cannot be read at {place}: {first_line(error)}") from error
+
+
+def _open(path: Path, folder: Path, stack: ExitStack, on_band: OnBand) -> AnySource:
+    if path.is_dir():
+        if not any((path / name).exists() for name in ZARR):
+            raise ValueError("it is a folder, and no zarr array")
+        return _zarr(path)
+    with open(path, "rb") as file:
+        start = file.read(8)
+    if start.startswith(b"\x93NUMPY"):
+        array = _Npy(path)
+        return Source(array, array_axes(array.shape))
+    if start.startswith(MAGIC):
+        check_installed("a TIFF file", "tifffile", "zarr", extra="gigapixel")
+        source, in_place, rows = _tiff(path, stack)
+        if source is not None:
+            return source if in_place else _decoded(source.size, source.read, folder, stack, on_band, rows)
+    return _photo(path, folder, stack, on_band)
+
+
+def array_axes(shape: tuple[int, ...]) -> str:
+    """The axes of an array without names: channels are first or last, and at most 4."""
+    if len(shape) == 2:
+        return "YX"
+    if len(shape) == 3:
+        return "SYX" if shape[0] <= 4 < shape[2] else "YXS"
+    raise ValueError(f"it has the shape {tuple(shape)}: needed are rows, columns and at most 4 channels")
+
+
+class _Npy:
+    """An .npy file that is mapped for each read: the pages of a lasting map would count as memory of the process."""
+
+    def __init__(self, path: Path) -> None:
+        self._open = partial(np.load, path, mmap_mode="r", allow_pickle=False)
+        array = self._open()  # raises for a truncated file
+        self.shape, self.dtype = array.shape, array.dtype
+
+    def __getitem__(self, index: tuple[Any, ...]) -> np.ndarray:
+        return np.array(self._open()[index])
+
+
+def _zarr(path: Path) -> Source:
+    """An array, or the full resolution of OME-Zarr."""
+    check_installed("a zarr array", "zarr", extra="gigapixel")
+    import zarr
+
+    array: Any = zarr.open(path, mode="r")
+    if isinstance(array, zarr.Group):
+        if "0" not in array:
+            raise ValueError(f"it is a group of {', '.join(sorted(array)) or 'nothing'}: give the path of an array")
+        array = array["0"]
+    lead = next((i for i, n in enumerate(array.shape[:-2]) if n > 1), max(0, len(array.shape) - 2))
+    return Source(array, "TZUVW"[:lead] + array_axes(array.shape[lead:]))
+
+
+def _tiff(path: Path, stack: ExitStack) -> tuple[Source | None, bool, int]:
+    """The full resolution of the first image, whether it can be read by rectangles, and else the rows to read at once.
+
+    None for colours that Pillow converts: palettes, CMYK, inverted grey, rotated pages.
+    """
+    import tifffile
+    import zarr
+
+    file = stack.enter_context(tifffile.TiffFile(path))
+    level = file.series[0].levels[0]
+    page: Any = level.keyframe
+    end = max((offset + count for p in level.pages if p for offset, count in _segments(p)), default=0)
+    if end > path.stat().st_size:
+        raise ValueError(f"it is truncated: its pixels end at byte {end}, the file has {path.stat().st_size}")
+    orientation = page.tags.get("Orientation")
+    plain = page.photometric in (tifffile.PHOTOMETRIC.MINISBLACK, tifffile.PHOTOMETRIC.RGB) or (
+        page.photometric == tifffile.PHOTOMETRIC.YCBCR and page.compression == tifffile.COMPRESSION.JPEG
+    )
+    if not plain or (orientation is not None and orientation.value != 1):
+        return None, False, 0
+    store = level.aszarr()
+    stack.callback(store.close)
+    strip = max(1, min(int(page.rowsperstrip), int(page.imagelength)))
+    in_place = page.is_tiled or page.compression == tifffile.COMPRESSION.NONE
+    return Source(zarr.open_array(store, mode="r"), level.axes), in_place, -(-BAND // strip) * strip
+
+
+def _segments(page: Any) -> Iterator[tuple[int, int]]:
+    return zip(page.dataoffsets, page.databytecounts, strict=True)
+
+
+def _photo(path: Path, folder: Path, stack: ExitStack, on_band: OnBand) -> AnySource:
+    """What Pillow reads. It decodes images as a whole."""
+    from PIL import Image
+
+    limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # the user has asked for a large image
+    try:
+        with Image.open(path) as image:
+            needed, free = 4 * image.width * image.height, free_memory()
+            if free is not None and needed > free:
+                raise ValueError(
+                    f"{image.format} files are decoded as a whole: {image.width} x {image.height} pixels need "
+                    f"{needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; write it as a TIFF with tiles"
+                )
+            make_upright(image)
+            size = (image.height, image.width)
+            if image.mode.startswith("I;16") or image.mode in ("I", "F"):  # scaled by the limits of the whole image
+                read = Source(np.asarray(image), "YX").read
+            else:
+
+                def read(tile: Tile) -> np.ndarray:
+                    return np.asarray(to_rgb(image.crop((tile.left, tile.top, tile.right, tile.bottom))))
+
+            return _decoded(size, read, folder, stack, on_band)
+    finally:
+        Image.MAX_IMAGE_PIXELS = limit
+
+
+def _decoded(
+    size: tuple[int, int],
+    read: Callable[[Tile], np.ndarray],
+    folder: Path,
+    stack: ExitStack,
+    on_band: OnBand,
+    rows: int = BAND,
+) -> AnySource:
+    """The pixels in memory if they are few, else in a file."""
+    height, width = size
+    if 3 * height * width <= IN_MEMORY:
+        return Source(read(Tile(0, height, 0, width)), "YXS")
+    done, part = folder / "pixels.rgb", folder / "pixels.part"
+    array = FileArray(done if done.exists() else part, (height, width, 3), torch.uint8)
+    stack.callback(array.close)
+    if not done.exists():
+        for band in bands(size, rows):
+            array.write(band, torch.from_numpy(np.array(read(band))))
+            on_band(band.bottom, height)
+        part.rename(done)
+    return DecodedSource(array)
