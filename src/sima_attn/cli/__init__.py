@@ -18,6 +18,7 @@ from sima_attn.cli import (
     doctor,
     explain,
     export,
+    features,
     finetune,
     linearize,
     models,
@@ -32,7 +33,7 @@ from sima_attn.cli._shared import console
 THEMES = {
     "Try it": ("demo", "classify", "serve", "doctor"),
     "Train": ("train", "finetune", "eval", "recipes", "linearize", "dino", "knn", "linear", "detect"),
-    "Look": ("heatmap", "explain", "audit", "models"),
+    "Look": ("heatmap", "explain", "features", "audit", "models"),
     "Ship": ("export", "quantize", "ship"),
     "Measure": ("bench", "reproduce"),
 }
@@ -64,7 +65,20 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-for module in (demo, models, train, finetune, linearize, selfsupervised, explain, serve, classify, export, doctor):
+for module in (
+    demo,
+    models,
+    train,
+    finetune,
+    linearize,
+    selfsupervised,
+    explain,
+    features,
+    serve,
+    classify,
+    export,
+    doctor,
+):
     app.add_typer(module.app)
 for name, group in {
     "explain": explain.group,

@@ -39,6 +39,7 @@ PURPOSES = {
     "onnx": "sima export, quantize, bench edge",
     "openvino": "OpenVINO in sima bench edge",
     "serve": "sima serve",
+    "gigapixel": "sima features",
 }
 SHAPES = {"kv": (2, 2, 40, 16), "qk": (2, 2, 12, 16)}  # order that "auto" selects -> B, H, N, D
 LARGEST_ERROR = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 5e-3}  # about ten times that of correct kernels

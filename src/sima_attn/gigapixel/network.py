@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from timm.models.vision_transformer import Block, VisionTransformer
-from timm.models.xcit import PositionalEncodingFourier, Xcit, XCABlock
+from timm.models.xcit import PositionalEncodingFourier, XCABlock, Xcit
 from torch import Tensor, nn
 
 from sima_attn.gigapixel.positions import FourierPositions, Grid, LearnedPositions, Positions
@@ -27,6 +27,7 @@ from sima_attn.ops.streaming import SimaAccumulator
 
 LPI_HALO = 2  # tokens: one for each of its convolutions
 STEM_HALO = 1  # tokens above and to the left: a chain of 3 x 3 convolutions of stride 2 sees no more than that
+Kinds = dict[type, tuple[Callable[..., Tensor], int]]  # class of a block -> how it is called, and its halo
 POOLINGS = ("token", "avg")  # the first token, and a sum over tokens
 
 
@@ -195,7 +196,7 @@ class Network(ABC):
         None without a classifier, or where the model pools its tokens in a way that is no sum over them.
         """
         model = self.model
-        if not model.num_classes or model.global_pool not in POOLINGS or getattr(model, "pool_include_prefix", 0):
+        if not model.num_classes or model.global_pool not in POOLINGS or getattr(model, "pool_include_prefix", False):
             return None
         # Pooled over this one token, the mean is what it is over all.
         return model.forward_head(torch.cat([prefix, mean[None, None].to(prefix.dtype)], dim=1))[0]
@@ -205,7 +206,7 @@ class VitNetwork(Network):
     """A vision transformer of timm or this package."""
 
     def __init__(self, model: Any) -> None:
-        kinds = {Block: (_call_block, 0), LocalBlock: (LocalBlock.on_grid, LPI_HALO)}
+        kinds: Kinds = {Block: (_call_block, 0), LocalBlock: (LocalBlock.on_grid, LPI_HALO)}
         super().__init__(model, _stages(model, kinds), [])
         side, other = model.patch_embed.patch_size
         if side != other:
@@ -252,7 +253,7 @@ class XcitNetwork(Network):
     stem_halo = STEM_HALO
 
     def __init__(self, model: Any) -> None:
-        kinds = {XCABlock: (_call_xcit_block, LPI_HALO), BlockWithoutLpi: (_call_xcit_block, 0)}
+        kinds: Kinds = {XCABlock: (_call_xcit_block, LPI_HALO), BlockWithoutLpi: (_call_xcit_block, 0)}
         last = [ClassStage(f"cls_attn_blocks.{i}", block) for i, block in enumerate(model.cls_attn_blocks)]
         super().__init__(model, _stages(model, kinds), last)
         self.patch = int(model.patch_embed.patch_size)
@@ -300,7 +301,7 @@ def network_of(model: Any) -> Network:
     )
 
 
-def _stages(model: Any, kinds: dict[type, tuple[Callable[..., Tensor], int]]) -> list[Stage]:
+def _stages(model: Any, kinds: Kinds) -> list[Stage]:
     stages = []
     for i, block in enumerate(model.blocks):
         if type(block) not in kinds:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sima_attn._files import atomic_write
 from sima_attn.explain.maps import spread, unit_range
-from sima_attn.gigapixel.sources import AnySource
+from sima_attn.gigapixel.sources import Source
 from sima_attn.gigapixel.stores import TileArray
 from sima_attn.gigapixel.sweeps import Sweeps
 from sima_attn.gigapixel.tiles import Tile, tiles_of
@@ -31,7 +31,7 @@ PARTS = ("q", "k")
 
 
 def write_pictures(
-    folder: Path, name: str, source: AnySource, sweeps: Sweeps, side: int, on_step: Callable[[int, int], object]
+    folder: Path, name: str, source: Source, sweeps: Sweeps, side: int, on_step: Callable[[int, int], object]
 ) -> list[Path]:
     """NAME_q.png and NAME_k.png, the heat maps of the last attention, and NAME_pca.png, the final features as colours.
 
@@ -51,7 +51,7 @@ def write_pictures(
         for i, part in enumerate(PARTS)
     }
     on_step(2, 3)
-    colours = _picture(shrunken(_colouring(sweeps.features, grid), grid, side))
+    colours = _picture(shrunken(_colouring(sweeps.features, grid, side), grid, side))
     whole = (round(photo.width / share[1]), round(photo.height / share[0]))
     pictures["pca"] = colours.resize(whole, Image.Resampling.NEAREST).crop((0, 0, *photo.size))
     written = []
@@ -85,7 +85,7 @@ def _picture(values: np.ndarray) -> Image.Image:
     return Image.fromarray(values.round().astype(np.uint8))
 
 
-def _pixels(source: AnySource, tile: Tile) -> Tensor:
+def _pixels(source: Source, tile: Tile) -> Tensor:
     return torch.from_numpy(np.array(source.read(tile)))
 
 
@@ -100,11 +100,12 @@ def _scores(sweeps: Sweeps, tile: Tile) -> Tensor:
     return torch.stack(norms, dim=2)
 
 
-def _colouring(features: TileArray, grid: tuple[int, int]) -> Callable[[Tile], Tensor]:
-    """A tile -> its colours [r, c, 3] up to 255. Their sample are single tokens, evenly distributed over the grid."""
-    rows, columns = grid
-    step = max(1, int((rows * columns / SAMPLE) ** 0.5))
-    places = [(row, column) for row in range(step // 2, rows, step) for column in range(step // 2, columns, step)]
-    sample = [features.read(Tile(row, row + 1, column, column + 1)).flatten(0, 1) for row, column in places]
-    colours = FeatureColours(torch.cat(sample).cpu())
+def _colouring(features: TileArray, grid: tuple[int, int], side: int) -> Callable[[Tile], Tensor]:
+    """A tile -> its colours [r, c, 3] up to 255; their sample are tokens that are evenly distributed over the grid."""
+    step = max(1, round((grid[0] * grid[1] / SAMPLE) ** 0.5))
+    sample = []
+    for tile in tiles_of(grid, side):
+        rows, columns = (slice(-start % step, None, step) for start in (tile.top, tile.left))
+        sample.append(features.read(tile)[rows, columns].flatten(0, 1).cpu())
+    colours = FeatureColours(torch.cat(sample))
     return lambda tile: 255 * colours(features.read(tile).cpu())

@@ -6,6 +6,7 @@ compressed strips) is decoded once, into a file in the folder of the run.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
@@ -28,8 +29,22 @@ ZARR = ("zarr.json", ".zarray", ".zgroup")
 OnBand = Callable[[int, int], object]  # (rows done, all rows)
 
 
-class Source:
+class Source(ABC):
     """An image whose pixels are read by rectangles.
+
+    Attributes:
+        size: Height and width in pixels.
+    """
+
+    size: tuple[int, int]
+
+    @abstractmethod
+    def read(self, tile: Tile) -> np.ndarray:
+        """A rectangle in pixels -> [height, width, 3], uint8."""
+
+
+class ArraySource(Source):
+    """An array in any of the usual layouts and number types.
 
     Args:
         array: Any object with `shape`, `dtype` and basic indexing.
@@ -43,21 +58,16 @@ class Source:
         channels = [axis for axis in "SC" if lengths.get(axis, 1) > 1]
         if other or len(channels) > 1 or not {"Y", "X"} <= lengths.keys():
             raise ValueError(
-                f"it has the shape {tuple(array.shape)} with axes {axes}: needed are rows, columns and 1 to 4 channels; "
-                "write one plane of it to a file of its own"
+                f"it has the shape {tuple(array.shape)} with axes {axes}: needed are rows, columns and 1 to 4 "
+                "channels; write one plane of it to a file of its own"
             )
-        self._axes, self._channels = axes, channels[0] if channels else None
-        self.height, self.width = lengths["Y"], lengths["X"]
+        self._axes, self._channels = axes, channels[0] if channels else ""
+        self.size = (lengths["Y"], lengths["X"])
         count = lengths[channels[0]] if channels else 1
         if not 1 <= count <= 4:
             raise ValueError(f"it has {count} channels: needed are 1 to 4, grey or RGB, with or without transparency")
         if array.dtype.kind not in "buif":
             raise ValueError(f"its pixels are {array.dtype}: needed are whole numbers or floats")
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Height and width in pixels."""
-        return self.height, self.width
 
     def read(self, tile: Tile) -> np.ndarray:
         """A rectangle in pixels -> [height, width, 3], uint8."""
@@ -75,7 +85,7 @@ class Source:
         places = {"Y": tile.slices[0], "X": tile.slices[1], self._channels: slice(None)}
         index = tuple(places.get(axis, 0) for axis in self._axes)
         pixels = np.asarray(self._array[index])
-        if pixels.ndim == 3 and self._axes.index(self._channels) < self._axes.index("Y"):
+        if self._channels and self._axes.index(self._channels) < self._axes.index("Y"):
             pixels = np.moveaxis(pixels, 0, 2)
         return pixels
 
@@ -89,19 +99,16 @@ class Source:
         return low.min(), high.max()
 
 
-class DecodedSource:
+class DecodedSource(Source):
     """8-bit RGB pixels [height, width, 3] in a file."""
 
     def __init__(self, array: FileArray) -> None:
         self._array = array
-        self.size = array.shape[:2]
+        self.size = (array.shape[0], array.shape[1])
 
     def read(self, tile: Tile) -> np.ndarray:
         """A rectangle in pixels -> [height, width, 3], uint8."""
         return self._array.read(tile).numpy()
-
-
-AnySource = Source | DecodedSource
 
 
 def bands(size: tuple[int, int], rows: int = BAND) -> Iterator[Tile]:
@@ -114,7 +121,7 @@ def bands(size: tuple[int, int], rows: int = BAND) -> Iterator[Tile]:
 @contextmanager
 def open_source(
     image: str | Path | np.ndarray, folder: Path, on_band: OnBand = lambda done, total: None
-) -> Iterator[AnySource]:
+) -> Iterator[Source]:
     """An image, open for reading.
 
     Args:
@@ -124,7 +131,7 @@ def open_source(
         on_band: Called while they are decoded.
     """
     if isinstance(image, np.ndarray):
-        yield Source(image, array_axes(image.shape))
+        yield ArraySource(image, array_axes(image.shape))
         return
     path = Path(image)
     if not path.exists():
@@ -139,10 +146,10 @@ def open_source(
         yield _Named(source, path)
 
 
-class _Named:
+class _Named(Source):
     """A source whose errors name the file."""
 
-    def __init__(self, source: AnySource, path: Path) -> None:
+    def __init__(self, source: Source, path: Path) -> None:
         self._source, self._path, self.size = source, path, source.size
 
     def read(self, tile: Tile) -> np.ndarray:
@@ -153,7 +160,7 @@ class _Named:
             raise ValueError(f"{self._path} cannot be read at {place}: {first_line(error)}") from error
 
 
-def _open(path: Path, folder: Path, stack: ExitStack, on_band: OnBand) -> AnySource:
+def _open(path: Path, folder: Path, stack: ExitStack, on_band: OnBand) -> Source:
     if path.is_dir():
         if not any((path / name).exists() for name in ZARR):
             raise ValueError("it is a folder, and no zarr array")
@@ -162,7 +169,7 @@ def _open(path: Path, folder: Path, stack: ExitStack, on_band: OnBand) -> AnySou
         start = file.read(8)
     if start.startswith(b"\x93NUMPY"):
         array = _Npy(path)
-        return Source(array, array_axes(array.shape))
+        return ArraySource(array, array_axes(array.shape))
     if start.startswith(MAGIC):
         check_installed("a TIFF file", "tifffile", "zarr", extra="gigapixel")
         source, in_place, rows = _tiff(path, stack)
@@ -203,7 +210,7 @@ def _zarr(path: Path) -> Source:
             raise ValueError(f"it is a group of {', '.join(sorted(array)) or 'nothing'}: give the path of an array")
         array = array["0"]
     lead = next((i for i, n in enumerate(array.shape[:-2]) if n > 1), max(0, len(array.shape) - 2))
-    return Source(array, "TZUVW"[:lead] + array_axes(array.shape[lead:]))
+    return ArraySource(array, "TZUVW"[:lead] + array_axes(array.shape[lead:]))
 
 
 def _tiff(path: Path, stack: ExitStack) -> tuple[Source | None, bool, int]:
@@ -230,14 +237,14 @@ def _tiff(path: Path, stack: ExitStack) -> tuple[Source | None, bool, int]:
     stack.callback(store.close)
     strip = max(1, min(int(page.rowsperstrip), int(page.imagelength)))
     in_place = page.is_tiled or page.compression == tifffile.COMPRESSION.NONE
-    return Source(zarr.open_array(store, mode="r"), level.axes), in_place, -(-BAND // strip) * strip
+    return ArraySource(zarr.open_array(store, mode="r"), level.axes), in_place, -(-BAND // strip) * strip
 
 
 def _segments(page: Any) -> Iterator[tuple[int, int]]:
     return zip(page.dataoffsets, page.databytecounts, strict=True)
 
 
-def _photo(path: Path, folder: Path, stack: ExitStack, on_band: OnBand) -> AnySource:
+def _photo(path: Path, folder: Path, stack: ExitStack, on_band: OnBand) -> Source:
     """What Pillow reads. It decodes images as a whole."""
     from PIL import Image
 
@@ -253,7 +260,7 @@ def _photo(path: Path, folder: Path, stack: ExitStack, on_band: OnBand) -> AnySo
             make_upright(image)
             size = (image.height, image.width)
             if image.mode.startswith("I;16") or image.mode in ("I", "F"):  # scaled by the limits of the whole image
-                read = Source(np.asarray(image), "YX").read
+                read = ArraySource(np.asarray(image), "YX").read
             else:
 
                 def read(tile: Tile) -> np.ndarray:
@@ -271,11 +278,11 @@ def _decoded(
     stack: ExitStack,
     on_band: OnBand,
     rows: int = BAND,
-) -> AnySource:
+) -> Source:
     """The pixels in memory if they are few, else in a file."""
     height, width = size
     if 3 * height * width <= IN_MEMORY:
-        return Source(read(Tile(0, height, 0, width)), "YXS")
+        return ArraySource(read(Tile(0, height, 0, width)), "YXS")
     done, part = folder / "pixels.rgb", folder / "pixels.part"
     array = FileArray(done if done.exists() else part, (height, width, 3), torch.uint8)
     stack.callback(array.close)

@@ -80,7 +80,7 @@ class FileArray:
     def _parts(self, tile: Tile, values: Tensor) -> Any:
         """The rows of a tile as memory, each with its place in the file; one part where the tile has whole rows."""
         rows, columns = tile.shape
-        memory = memoryview(values.view(torch.uint8).numpy().reshape(-1))
+        memory = values.view(torch.uint8).numpy().reshape(-1).data
         whole = columns == self.shape[1]
         step = len(memory) if whole else columns * self.token_bytes
         for i in range(1 if whole else rows):
@@ -148,9 +148,9 @@ def choose_store(store: str, needed: int, device: torch.device, folder: Path) ->
         if store == "device":
             raise ValueError(_too_little("half of the accelerator's memory", needed, free // 2, "'disk' or 'memory'"))
     if store == "memory":
-        free = free_memory()
-        if free is not None and needed > free:
-            raise ValueError(_too_little("the host's memory", needed, free, "'disk'"))
+        available = free_memory()
+        if available is not None and needed > available:
+            raise ValueError(_too_little("the host's memory", needed, available, "'disk'"))
         return "memory"
     free = shutil.disk_usage(folder).free
     there = sum(path.stat().st_size for path in folder.glob("tokens-*"))  # of a run that goes on
