@@ -254,8 +254,9 @@ class XcitNetwork(Network):
 
     def __init__(self, model: Any) -> None:
         kinds: Kinds = {XCABlock: (_call_xcit_block, LPI_HALO), BlockWithoutLpi: (_call_xcit_block, 0)}
+        stages = _stages(model, kinds)
         last = [ClassStage(f"cls_attn_blocks.{i}", block) for i, block in enumerate(model.cls_attn_blocks)]
-        super().__init__(model, _stages(model, kinds), last)
+        super().__init__(model, stages, last)
         self.patch = int(model.patch_embed.patch_size)
 
     def positions(self, grid: Grid) -> Positions | None:

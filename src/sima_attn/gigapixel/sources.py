@@ -25,6 +25,7 @@ from sima_attn.gigapixel.tiles import Tile
 IN_MEMORY = 32 * 2**20  # bytes: smaller images are decoded into memory
 BAND = 256  # rows that are converted at a time
 MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # TIFF and BigTIFF
+SINGLE = "TZUVWPQR"  # names of axes of length 1, such as time and depth
 ZARR = ("zarr.json", ".zarray", ".zgroup")
 OnBand = Callable[[int, int], object]  # (rows done, all rows)
 
@@ -209,8 +210,9 @@ def _zarr(path: Path) -> Source:
         if "0" not in array:
             raise ValueError(f"it is a group of {', '.join(sorted(array)) or 'nothing'}: give the path of an array")
         array = array["0"]
-    lead = next((i for i, n in enumerate(array.shape[:-2]) if n > 1), max(0, len(array.shape) - 2))
-    return ArraySource(array, "TZUVW"[:lead] + array_axes(array.shape[lead:]))
+    single = [n == 1 and i < len(array.shape) - 2 for i, n in enumerate(array.shape)]
+    used = iter(array_axes(tuple(n for n, one in zip(array.shape, single, strict=True) if not one)))
+    return ArraySource(array, "".join(SINGLE[i] if one else next(used) for i, one in enumerate(single)))
 
 
 def _tiff(path: Path, stack: ExitStack) -> tuple[Source | None, bool, int]:
@@ -222,7 +224,8 @@ def _tiff(path: Path, stack: ExitStack) -> tuple[Source | None, bool, int]:
     import zarr
 
     file = stack.enter_context(tifffile.TiffFile(path))
-    level = file.series[0].levels[0]
+    series = file.series[0]
+    level = series.levels[0]  # the full resolution of a pyramid
     page: Any = level.keyframe
     end = max((offset + count for p in level.pages if p for offset, count in _segments(p)), default=0)
     if end > path.stat().st_size:
@@ -233,7 +236,7 @@ def _tiff(path: Path, stack: ExitStack) -> tuple[Source | None, bool, int]:
     )
     if not plain or (orientation is not None and orientation.value != 1):
         return None, False, 0
-    store = level.aszarr()
+    store = series.aszarr(level=0)
     stack.callback(store.close)
     strip = max(1, min(int(page.rowsperstrip), int(page.imagelength)))
     in_place = page.is_tiled or page.compression == tifffile.COMPRESSION.NONE

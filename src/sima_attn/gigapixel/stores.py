@@ -4,6 +4,7 @@ Files are read and written with the system's calls, not mapped into memory: mapp
 and a full disk would end it with a signal instead of an error.
 """
 
+import io
 import os
 import shutil
 from pathlib import Path
@@ -101,11 +102,13 @@ def _reserve(file: int, size: int) -> None:
 def npy_array(path: Path, shape: tuple[int, int, int], dtype: torch.dtype) -> FileArray:
     """An .npy file, with its header."""
     kind = np.dtype(str(dtype).removeprefix("torch."))
-    with open(path, "r+b" if path.exists() else "w+b") as file:
-        header = {"descr": np.lib.format.dtype_to_descr(kind), "fortran_order": False, "shape": shape}
-        np.lib.format.write_array_header_1_0(file, header)
-        offset = file.tell()
-    return FileArray(path, shape, dtype, offset)
+    header = io.BytesIO()
+    fields = {"descr": np.lib.format.dtype_to_descr(kind), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(header, fields)
+    array = FileArray(path, shape, dtype, offset=header.tell())
+    with open(path, "r+b") as file:
+        file.write(header.getvalue())
+    return array
 
 
 class ZarrArray:
