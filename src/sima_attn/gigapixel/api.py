@@ -6,7 +6,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -129,7 +129,7 @@ def features(
         check_network(network)
         work = stack.enter_context(work_folder(target))
         side = tile or SIDE.get(network.device.type, SIDE["cpu"])
-        saved = work.open(identity_of(model, image, how, dtype=dtype, tile=side))
+        saved = None if target is None else work.open(identity_of(model, image, how, dtype=dtype, tile=side))
         source = stack.enter_context(
             open_source(image, work.path, lambda done, total: on_step("decoding the image", done, total))
         )
@@ -184,6 +184,8 @@ def features(
         )
         if target is not None:
             work.put_in_place(work.path / target.name)
+        if network.device.type == "cuda":
+            torch.cuda.synchronize(network.device)  # for the time below
     return replace(grid_of_features, seconds=time.monotonic() - began)
 
 
@@ -270,4 +272,7 @@ def _feature_array(
 
 def peak_memory() -> int:
     """The most memory in bytes that this process has had resident."""
+    with suppress(OSError, StopIteration):  # not getrusage, which counts the process that started this one
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
