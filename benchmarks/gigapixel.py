@@ -176,7 +176,7 @@ def begin_at_first_tile(clock: Clock) -> Callable[[str, int, int], None]:
     """A function for `on_step` that starts the clock when the image is open."""
 
     def on_step(what: str, done: int, total: int) -> None:
-        if what.startswith("block") and done == 0:
+        if what.startswith("embedding") and done == 0:
             clock.begin()
 
     return on_step
@@ -230,7 +230,7 @@ def relief(
     with Image.open(photo) as image:
         width, height = image.size
         middle = (width // 2 - CROP // 2, height // 2 - CROP // 2)
-        crop = np.asarray(image.convert("RGB").crop((*middle, middle[0] + CROP, middle[1] + CROP)))
+        crop = np.array(image.convert("RGB").crop((*middle, middle[0] + CROP, middle[1] + CROP)))
     name = MODELS["cpu"]
     row = run(measure, Case(TILED, height, width, name, "float32", "cpu", photo))
     row = replace(row, difference=run(difference_on, crop, name))

@@ -77,7 +77,7 @@ def features_and_die(place, photo, out):
     """Run until so many tiles are done, and then die as of `kill -9`."""
 
     def on_step(what, done, total):
-        if done == place and what.startswith("block"):
+        if done == place and "tile" in what:
             os.kill(os.getpid(), signal.SIGKILL)
 
     sweeps.SAVE_SECONDS = 0
@@ -239,8 +239,9 @@ def test_an_image_smaller_than_a_tile_or_a_patch_is_one(size):
 def test_pictures_are_small_and_have_the_shape_of_the_image(photo, tmp_path, monkeypatch):
     from sima_attn.gigapixel import pictures
 
-    for longest, size in ((1024, (60, 72)), (20, (15, 18)), (5, (4, 5))):
+    for longest, size, sample in ((1024, (60, 72), 2**14), (20, (15, 18), 20), (5, (4, 5), 1)):
         monkeypatch.setattr(pictures, "LONGEST", longest)
+        monkeypatch.setattr(pictures, "SAMPLE", sample)
         done = run(photo, None, pictures=tmp_path / "pictures")
         assert [path.name for path in done.pictures] == ["photo_q.png", "photo_k.png", "photo_pca.png"]
         assert {Image.open(path).size for path in done.pictures} == {size}
@@ -268,3 +269,13 @@ def test_the_command_takes_half_precision_and_names_a_wrong_one(photo, tmp_path)
     assert result.exit_code == 0, result.output + str(result.exception)
     assert np.load(tmp_path / "f.npy").dtype == np.float16
     assert "times as many tokens as the images in training" not in result.output
+
+
+def test_an_interrupted_command_says_how_to_go_on(photo, tmp_path, monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sima_attn.gigapixel.features", interrupted)
+    result = CliRunner().invoke(cli.app, ["features", str(photo), "--out", str(tmp_path / "f.npy"), "--device", "cpu"])
+    assert result.exit_code == 130
+    assert "the same command goes on from here" in result.output

@@ -70,18 +70,22 @@ def features_command(
         def on_step(what: str, done: int, total: int) -> None:
             progress.bar.update(task, description=what, completed=done, total=total)
 
-        done = features(
-            loaded.model.to(getattr(torch, PRECISIONS[precision])),
-            image,
-            target,
-            preprocessing=loaded.preprocessing,
-            dtype=dtype,
-            tile=tile,
-            store=store,
-            token_ref=token_ref,
-            pictures=pictures,
-            on_step=on_step,
-        )
+        try:
+            done = features(
+                loaded.model.to(getattr(torch, PRECISIONS[precision])),
+                image,
+                target,
+                preprocessing=loaded.preprocessing,
+                dtype=dtype,
+                tile=tile,
+                store=store,
+                token_ref=token_ref,
+                pictures=pictures,
+                on_step=on_step,
+            )
+        except KeyboardInterrupt:
+            note("interrupted; where the tokens are on disk, the same command goes on from here")
+            raise typer.Exit(130) from None
     _show(done, loaded, token_ref)
 
 

@@ -20,7 +20,7 @@ from sima_attn._version import __version__
 from sima_attn.gigapixel.network import Network, network_of
 from sima_attn.gigapixel.sources import Source, open_source
 from sima_attn.gigapixel.stores import FileArray, MemoryArray, TileArray, ZarrArray, choose_store, npy_array
-from sima_attn.gigapixel.sweeps import Progress, Sweeps
+from sima_attn.gigapixel.sweeps import Sweeps
 from sima_attn.gigapixel.tiles import Tile
 from sima_attn.gigapixel.work import WorkFolder, identity_of, work_folder
 from sima_attn.models.preprocessing import Preprocessing
@@ -120,12 +120,11 @@ def features(
     how = preprocessing or Preprocessing.of_model(model)
     if how is None:
         raise ValueError(f"{type(model).__name__} has no timm configuration: give preprocessing, for mean and std")
-    network_of(model)  # before a forward pass of `trained_at`, which another model may not have
+    network = network_of(model)
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(eval_mode(model))
         stack.enter_context(trained_at(model, how.size) if token_ref else nullcontext())
-        network = network_of(model)
         check_network(network)
         work = stack.enter_context(work_folder(target))
         side = tile or SIDE.get(network.device.type, SIDE["cpu"])
@@ -139,23 +138,12 @@ def features(
         kind = choose_store(store, store_bytes, network.device, work.path)
         arrays = _token_arrays(kind, work, shape, network, stack)
         result = _feature_array(work, shape, DTYPES[dtype], side, kind, network, stack)
-        resumable = kind == "disk" and target is not None
-
-        def save(progress: Progress) -> None:
-            if resumable:
-                work.save(progress)
-
+        save = work.save if kind == "disk" and target is not None else None
         sweeps = Sweeps(network, source.size, _reader(source, how, network.device), side, arrays, result, save)
-        if saved is not None and resumable:
+        if saved is not None and save is not None:
             sweeps.progress.update(saved, sweeps)
-        count = len(sweeps.tiles)
-        resumed_at = sweeps.progress.sweep * count + sweeps.progress.tile
-
-        def on_tile(done: int, total: int) -> None:
-            sweep, place = divmod(min(done, total - 1), count)
-            on_step(f"block {sweep} of {sweeps.last}, tile {place + 1} of {count}", done, total)
-
-        prefix, mean = sweeps.run(on_tile)
+        resumed_at = sweeps.progress.sweep * len(sweeps.tiles) + sweeps.progress.tile
+        prefix, mean = sweeps.run(lambda done, total: on_step(_place(sweeps, min(done, total - 1)), done, total))
         written: list[Path] = []
         if pictures is not None:
             from sima_attn.gigapixel.pictures import write_pictures
@@ -176,7 +164,7 @@ def features(
             store=kind,
             store_bytes=store_bytes,
             sweeps=sweeps.last + 1,
-            tiles=(sweeps.last + 1) * count,
+            tiles=(sweeps.last + 1) * len(sweeps.tiles),
             resumed_at=resumed_at,
             seconds=0.0,
             peak_bytes=peak_memory(),
@@ -190,6 +178,7 @@ def features(
 
 
 def _check_options(target: Path | None, dtype: str, tile: int | None, token_ref: str | None) -> None:
+    check_installed("reading images", "PIL", extra="gigapixel")
     check_known("dtype of the features", dtype, DTYPES)
     if tile is not None and tile < 1:
         raise ValueError(f"tile must be 1 token or more, got {tile}")
@@ -230,14 +219,22 @@ def check_network(network: Network) -> None:
         )
 
 
+def _place(sweeps: Sweeps, done: int) -> str:
+    """The tile that is under way after so many tiles of all sweeps."""
+    sweep, tile = divmod(done, len(sweeps.tiles))
+    part = f"block {sweep} of {sweeps.last}" if sweep else "embedding"
+    return f"{part}, tile {tile + 1} of {len(sweeps.tiles)}"
+
+
 def _reader(source: Source, how: Preprocessing, device: torch.device) -> Callable[[Tile], Tensor]:
     """A function: a rectangle in pixels -> its normalized pixels [1, 3, height, width]."""
     mean, std = (torch.tensor(values, device=device)[:, None, None] for values in (how.mean, how.std))
     white = torch.tensor(255.0, device=device)  # a tensor, because CUDA multiplies by the reciprocal of a number
 
     def read(tile: Tile) -> Tensor:
-        pixels = torch.from_numpy(np.array(source.read(tile))).to(device).permute(2, 0, 1)[None]
-        return (pixels.float() / white - mean) / std
+        pixels = np.require(source.read(tile), requirements="W")  # a copy of what torch must not write to
+        image = torch.from_numpy(pixels).to(device).permute(2, 0, 1)[None].float()
+        return (image / white - mean) / std
 
     return read
 

@@ -75,6 +75,8 @@ class ArraySource(Source):
         from PIL.Image import fromarray
 
         pixels = self._raw(tile)
+        if pixels.dtype == np.uint8 and pixels.shape[2:] == (3,):
+            return np.ascontiguousarray(pixels)
         if pixels.dtype.kind == "b":
             pixels = pixels.astype(np.uint8) * 255
         if pixels.dtype != np.uint8:

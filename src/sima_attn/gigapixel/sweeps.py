@@ -86,7 +86,7 @@ class Sweeps:
         side: int,
         arrays: tuple[TileArray, TileArray],
         features: TileArray,
-        save: Callable[[Progress], object] = lambda progress: None,
+        save: Callable[[Progress], object] | None = None,
     ) -> None:
         self.network, self.size, self.pixels, self.arrays, self.features = network, size, pixels, arrays, features
         self.grid: Grid = network.grid(*size)
@@ -187,6 +187,6 @@ class Sweeps:
         return self.arrays[(sweep - 1) % 2].read(tile).to(self.network.device)[None]
 
     def _save(self, wait: float) -> None:
-        if time.monotonic() - self._saved_at >= wait:
+        if self.save is not None and time.monotonic() - self._saved_at >= wait:
             self.save(self.progress)
             self._saved_at = time.monotonic()

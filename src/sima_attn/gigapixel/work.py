@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from sima_attn._files import DiskFullError, atomic_write, disk_full_reason, lock
+from sima_attn._version import __version__
 from sima_attn.gigapixel.sweeps import Progress
 from sima_attn.models.preprocessing import Preprocessing
 
@@ -114,7 +115,7 @@ def identity_of(model: nn.Module, image: str | Path | np.ndarray, how: Preproces
         weights.update(name.encode())
         weights.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
     return {
-        "model": type(model).__name__,
+        "version": __version__,
         "weights": weights.hexdigest(),
         "image": _image_identity(image),
         "preprocessing": how.to_json(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 SHOWN_RANGE = (0.01, 0.99)  # quantiles of the values that are shown as 0 and as full colour
@@ -18,7 +19,8 @@ class FeatureColours:
         points = sample.double()
         self.mean = points.mean(0)
         _, _, directions = torch.linalg.svd(points - self.mean, full_matrices=False)
-        self.directions = directions[:3].mT  # [C, 3]
+        missing = max(0, 3 - len(directions))  # of a sample of one or two
+        self.directions = F.pad(directions[:3].mT, (0, missing))  # [C, 3]
         places = (points - self.mean) @ self.directions
         quantiles = torch.tensor(SHOWN_RANGE, dtype=places.dtype)
         self.low, self.high = torch.quantile(places, quantiles, dim=0)
