@@ -113,7 +113,7 @@ FORMATS = {
 @pytest.mark.parametrize("name", FORMATS)
 def test_any_rectangle_has_the_pixels_that_were_written(name, in_memory, tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "IN_MEMORY", in_memory)
-    monkeypatch.setattr(sources, "BAND", 16)
+    monkeypatch.setattr(sources, "BAND", 16 * WIDTH)
     write, expected = FORMATS[name]
     path = write(tmp_path)
     if expected is None:  # Pillow converts the colours, for photos too
@@ -125,6 +125,24 @@ def test_any_rectangle_has_the_pixels_that_were_written(name, in_memory, tmp_pat
             read = source.read(tile)
             assert (read.dtype, read.shape) == (np.uint8, (*tile.shape, 3))
             assert np.array_equal(read, expected[tile.slices])
+
+
+IN_PLACE = ["tiff, tiles", "tiff, big endian", "bigtiff", "ome-tiff, pyramid", "npy", "zarr", "ome-zarr"]
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_these_are_read_in_place_and_nothing_of_them_is_larger_than_what_is_asked_for(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "IN_MEMORY", 0)
+    path, read = FORMATS[name][0](tmp_path), []
+    (tmp_path / "work").mkdir()
+    with open_source(path, tmp_path / "work", lambda *step: pytest.fail("it was decoded as a whole")) as source:
+        inner = source._source
+        raw = type(inner)._raw
+        monkeypatch.setattr(type(inner), "_raw", lambda self, tile: read.append(raw(self, tile)) or read[-1])
+        source.read(Tile(10, 14, 20, 27))
+    assert [each.shape[:2] for each in read] == [(4, 7)]
+    assert all(each.base is None or each.base.size <= each.size for each in read)
+    assert list((tmp_path / "work").iterdir()) == []
 
 
 def test_what_is_decoded_as_a_whole_is_decoded_once(tmp_path, monkeypatch):

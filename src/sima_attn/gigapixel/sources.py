@@ -1,7 +1,7 @@
 """An image of any format -> any rectangle of it as 8-bit RGB, with the pixel values of `data.images.read_image`.
 
 TIFF with tiles or without compression, zarr and .npy are read in place. What can only be decoded as a whole (photos,
-compressed strips) is decoded once, into a file in the folder of the run.
+strips) is decoded once, into a file in the folder of the run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sima_attn.gigapixel.stores import FileArray, free_memory
 from sima_attn.gigapixel.tiles import Tile
 
 IN_MEMORY = 32 * 2**20  # bytes: smaller images are decoded into memory
-BAND = 256  # rows that are converted at a time
+BAND = 2**24  # pixels that are decoded or looked at together
 MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")  # TIFF and BigTIFF
 SINGLE = "TZUVWPQR"  # names of axes of length 1, such as time and depth
 ZARR = ("zarr.json", ".zarray", ".zgroup")
@@ -114,9 +114,10 @@ class DecodedSource(Source):
         return self._array.read(tile).numpy()
 
 
-def bands(size: tuple[int, int], rows: int = BAND) -> Iterator[Tile]:
-    """Rectangles of the whole width."""
+def bands(size: tuple[int, int], strip: int = 1) -> Iterator[Tile]:
+    """Rectangles of the whole width, of about `BAND` pixels and a multiple of `strip` rows."""
     height, width = size
+    rows = max(1, BAND // width // strip) * strip
     for top in range(0, height, rows):
         yield Tile(top, min(height, top + rows), 0, width)
 
@@ -171,13 +172,13 @@ def _open(path: Path, folder: Path, stack: ExitStack, on_band: OnBand) -> Source
     with open(path, "rb") as file:
         start = file.read(8)
     if start.startswith(b"\x93NUMPY"):
-        array = _Npy(path)
+        array = _Mapped(partial(np.load, path, mmap_mode="r", allow_pickle=False))
         return ArraySource(array, array_axes(array.shape))
     if start.startswith(MAGIC):
         check_installed("a TIFF file", "tifffile", "zarr", extra="gigapixel")
-        source, in_place, rows = _tiff(path, stack)
+        source = _tiff(path, folder, stack, on_band)
         if source is not None:
-            return source if in_place else _decoded(source.size, source.read, folder, stack, on_band, rows)
+            return source
     return _photo(path, folder, stack, on_band)
 
 
@@ -190,12 +191,12 @@ def array_axes(shape: tuple[int, ...]) -> str:
     raise ValueError(f"it has the shape {tuple(shape)}: needed are rows, columns and at most 4 channels")
 
 
-class _Npy:
-    """An .npy file that is mapped for each read: the pages of a lasting map would count as memory of the process."""
+class _Mapped:
+    """An array in a file that is mapped for each read: the pages of a lasting map would count as memory."""
 
-    def __init__(self, path: Path) -> None:
-        self._open = partial(np.load, path, mmap_mode="r", allow_pickle=False)
-        array = self._open()  # raises for a truncated file
+    def __init__(self, open_map: Callable[[], np.ndarray]) -> None:
+        self._open = open_map
+        array = open_map()  # raises for a truncated file
         self.shape, self.dtype = array.shape, array.dtype
 
     def __getitem__(self, index: tuple[Any, ...]) -> np.ndarray:
@@ -217,10 +218,10 @@ def _zarr(path: Path) -> Source:
     return ArraySource(array, "".join(SINGLE[i] if one else next(used) for i, one in enumerate(single)))
 
 
-def _tiff(path: Path, stack: ExitStack) -> tuple[Source | None, bool, int]:
-    """The full resolution of the first image, whether it can be read by rectangles, and else the rows to read at once.
+def _tiff(path: Path, folder: Path, stack: ExitStack, on_band: OnBand) -> Source | None:
+    """The full resolution of the first image; None for colours that Pillow converts.
 
-    None for colours that Pillow converts: palettes, CMYK, inverted grey, rotated pages.
+    These are palettes, CMYK, inverted grey and rotated images.
     """
     import tifffile
     import zarr
@@ -237,12 +238,16 @@ def _tiff(path: Path, stack: ExitStack) -> tuple[Source | None, bool, int]:
         page.photometric == tifffile.PHOTOMETRIC.YCBCR and page.compression == tifffile.COMPRESSION.JPEG
     )
     if not plain or (orientation is not None and orientation.value != 1):
-        return None, False, 0
+        return None
+    if level.dataoffset is not None:  # without compression, and in one piece
+        kind = np.dtype(level.dtype).newbyteorder(file.byteorder)
+        return ArraySource(_Mapped(partial(np.memmap, path, kind, "r", level.dataoffset, level.shape)), level.axes)
     store = series.aszarr(level=0)
     stack.callback(store.close)
-    strip = max(1, min(int(page.rowsperstrip), int(page.imagelength)))
-    in_place = page.is_tiled or page.compression == tifffile.COMPRESSION.NONE
-    return ArraySource(zarr.open_array(store, mode="r"), level.axes), in_place, -(-BAND // strip) * strip
+    source = ArraySource(zarr.open_array(store, mode="r"), level.axes)
+    if page.is_tiled:
+        return source
+    return _decoded(source.size, source.read, folder, stack, on_band, strip=min(page.rowsperstrip, page.imagelength))
 
 
 def _segments(page: Any) -> Iterator[tuple[int, int]]:
@@ -282,9 +287,9 @@ def _decoded(
     folder: Path,
     stack: ExitStack,
     on_band: OnBand,
-    rows: int = BAND,
+    strip: int = 1,
 ) -> Source:
-    """The pixels in memory if they are few, else in a file."""
+    """The pixels in memory if they are few, else in a file; `strip` rows of them can only be read together."""
     height, width = size
     if 3 * height * width <= IN_MEMORY:
         return ArraySource(read(Tile(0, height, 0, width)), "YXS")
@@ -292,7 +297,7 @@ def _decoded(
     array = FileArray(done if done.exists() else part, (height, width, 3), torch.uint8)
     stack.callback(array.close)
     if not done.exists():
-        for band in bands(size, rows):
+        for band in bands(size, strip):
             array.write(band, torch.from_numpy(np.array(read(band))))
             on_band(band.bottom, height)
         part.rename(done)
