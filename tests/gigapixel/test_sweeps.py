@@ -68,6 +68,17 @@ def test_tile_by_tile_is_at_once(name, height, width, side):
         assert_close(logits, model(pixels)[0], 1e-6 if resampled else 1e-12)
 
 
+@pytest.mark.parametrize(
+    "options", [{"num_classes": 0}, {"global_pool": "max"}, {"global_pool": "avg", "pool_include_prefix": True}]
+)
+def test_without_classes_or_with_another_pooling_there_are_features_and_no_scores(options):
+    model, pixels = strong(deit(**options)), image(32, 48).float()
+    tokens, logits = run(model, pixels, 2)
+    assert logits is None
+    with torch.no_grad():
+        assert_close(tokens, model.forward_features(pixels), 1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["deit", "xcit"])
 def test_in_lower_precision_the_error_is_that_of_the_model_at_once(name, dtype):
@@ -134,6 +145,15 @@ def test_memory_is_bounded_by_the_tile_not_by_the_image(name, tmp_path):
         largest.append(counted.largest)
     assert len(set(largest)) == 1
     assert largest[0] < 24 * 96 * 32
+
+
+def test_the_memory_of_a_model_that_runs_at_once_is_seen_to_grow():
+    largest = []
+    for side in (192, 384):
+        with LargestTensor() as counted, torch.no_grad():
+            build("deit")(image(side, side).float())
+        largest.append(counted.largest)
+    assert largest[1] == 4 * largest[0]
 
 
 def test_each_sweep_reads_and_writes_each_tile_once():
