@@ -208,7 +208,10 @@ def describe(model: Any) -> dict[str, Any]:
 
 
 def describe_classifier(model: Any, classes: Sequence[str]) -> dict[str, Any]:
-    """As `describe`, of the image classifier of the same family with the same encoder, for other classes."""
+    """As `describe`, of the image classifier of the same family with the same encoder, for other classes.
+
+    The classifier of a vision model, such as CLIPVisionModel, is that of the whole family.
+    """
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
 
     from sima_attn.conversion.saved import write_marks
@@ -216,15 +219,30 @@ def describe_classifier(model: Any, classes: Sequence[str]) -> dict[str, Any]:
     write_marks(model)  # of attentions that were converted in a part of it
     described = describe(model)
     if "ForImageClassification" not in described["class"]:
-        known = CLASSIFIERS.get(model.config.model_type)
+        family = model.config.model_type.removesuffix("_vision_model")
+        known = CLASSIFIERS.get(family)
         if known is None:
             raise ValueError(
                 f"transformers has no image classifier for {described['class']}; give a model of a family that has "
-                "one, such as ViTModel, Dinov2Model, or the whole CLIPModel instead of its vision model"
+                "one, such as ViTModel, Dinov2Model or CLIPModel"
             )
         described["class"] = known if isinstance(known, str) else known[0]
+        if family != model.config.model_type:
+            described["config"] = _config_around(described["config"], family)
     labels = {"id2label": dict(enumerate(classes)), "label2id": {name: k for k, name in enumerate(classes)}}
     return {**described, "config": {**described["config"], **labels}}
+
+
+def _config_around(vision_config: dict[str, Any], family: str) -> dict[str, Any]:
+    """The configuration of a model for images and texts with this vision model, converted or not."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from sima_attn.conversion.saved import MODEL_TYPE, SavedConfig
+
+    is_converted = vision_config["model_type"] == MODEL_TYPE
+    read: Any = SavedConfig if is_converted else CONFIG_MAPPING[family]
+    config = read.from_dict({"model_type": family, "vision_config": vision_config})
+    return json.loads(config.to_json_string(use_diff=False))
 
 
 def build(description: Mapping[str, Any]) -> Any:
