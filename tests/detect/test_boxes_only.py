@@ -12,14 +12,19 @@ from shapes import coco_folder, edit, small_recipe
 from typer.testing import CliRunner
 
 from sima_attn import cli
+from sima_attn._settings import check
 from sima_attn.detect import pyramid
 from sima_attn.detect.augment import Augment
+from sima_attn.detect.folders import open_split
 from sima_attn.detect.predict import Detections, draw
 from sima_attn.detect.rcnn import build_rcnn
+from sima_attn.detect.recipe_choice import choose_detector
+from sima_attn.detect.recipes import Data, DetectRecipe
 from sima_attn.detect.task import Detection, evaluate_detector, train_detector
 from sima_attn.detect.weights import load_detector
 from sima_attn.train.checkpoint import load_newest
 from sima_attn.train.logs import read_log
+from sima_attn.train.run import RunFolder
 
 pytest.importorskip("pycocotools")
 BOX_METRICS = ["box_ap", "box_ap50", "box_ap75"]
@@ -107,11 +112,31 @@ def test_masks_are_left_out_on_demand_and_missing_ones_are_an_error(masks, boxes
         train_detector(recipe, tmp_path / "none", device="cpu", quiet=True)
 
 
-def test_the_choice_is_said(boxes, tmp_path, capsys):
+def test_the_choice_is_said_and_a_batch_larger_than_the_data_is_reduced(boxes, tmp_path, capsys):
     recipe = small_recipe(boxes, epochs=1)
-    train_detector(replace(recipe, run=replace(recipe.run, batch=4)), tmp_path / "run", device="cpu")
+    train_detector(replace(recipe, run=replace(recipe.run, batch=400)), tmp_path / "run", device="cpu")
     said = " ".join("".join(capsys.readouterr()).split())
     assert "instances_train.json has no masks: training a Faster R-CNN, which finds boxes only" in said
+    count = len(open_split(boxes, "train").only_trainable())
+    assert f"there are {count} train images, so the batch is {count} instead of 400" in said
+    assert RunFolder(tmp_path / "run").read_recipe(DetectRecipe).run.batch == count
+
+
+def test_data_without_a_named_recipe_get_one_that_suits_their_number(boxes, tmp_path, monkeypatch):
+    yolo = yolo_layout(boxes, tmp_path, "path: .\ntrain: images/train\nval: images/val\n", "images/{split}")
+    count = len(list((yolo / "images" / "train").iterdir()))
+    for data in (boxes, yolo):
+        recipe, (note,) = choose_detector(Data(str(data)), "cpu")
+        check(recipe)
+        assert (recipe.name, recipe.data.path, recipe.data.eval_split) == ("own_images", str(data), "val")
+        assert (recipe.schedule.epochs, recipe.run.precision, recipe.augment.flip) == (100, "fp32", 0.5)
+        assert note.startswith(f"{count} train images: the recipe is own_images (")
+        assert "480 px, 100 epochs, batch 8" in note
+    with pytest.raises(FileNotFoundError, match="there is no folder nowhere; give the folder of the images"):
+        choose_detector(Data("nowhere"), "cpu")
+    monkeypatch.setattr("sima_attn.detect.recipe_choice.count_images", lambda path, split: 118_000)
+    recipe, _ = choose_detector(Data(str(boxes)), "cuda")
+    assert (recipe.schedule.epochs, recipe.schedule.drops, recipe.run.precision) == (12, (9, 11), "bf16")
 
 
 def test_evaluation_and_prediction_have_boxes_alone(run, masks, boxes, tmp_path):

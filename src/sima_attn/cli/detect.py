@@ -27,7 +27,7 @@ def check_ready() -> None:
 
 @app.command("train")
 def train_command(
-    recipe: Annotated[str | None, Option(help="coco (the paper's) or coco_mini. Default: coco_mini.")] = None,
+    recipe: Annotated[str | None, Option(help="Name of a recipe, see `sima detect recipes`. Default: by the images.")] = None,
     data: Annotated[str | None, Option(help="Folder with COCO files or YOLO labels. Default: the recipe's.")] = None,
     backbone: Annotated[str | None, Option(help="Weights of a classifier to start from: a run or a file.")] = None,
     no_masks: Annotated[
@@ -42,12 +42,14 @@ def train_command(
     """Train a detector with a recipe. Runs on all processes of torchrun; after an interruption, add --resume."""
     check_installed()
     check_ready()
+    from sima_attn.detect.recipe_choice import choose_detector
     from sima_attn.detect.recipes import named_recipe
 
-    folder = out or Path("runs") / (recipe or "coco_mini")
+    folder = out or Path("runs") / (recipe or "own_images")
     options = {"data.path": data, "model.weights": backbone, "run.precision": precision}
     options |= {"model.masks": "false"} if no_masks else {}
-    chosen = resolved(named_recipe, recipe, "coco_mini", folder, resume, overrides, options)
+    choose = partial(choose_detector, device=resolve_device(device))
+    chosen = resolved(named_recipe, recipe, "own_images", folder, resume, overrides, options, choose)
     from sima_attn.detect.task import train_detector  # slow to import: after the settings are checked
 
     finished = train_detector(chosen, folder, resume=resume, device=device)

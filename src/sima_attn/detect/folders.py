@@ -13,7 +13,7 @@ from pathlib import Path
 from sima_attn.data.sources import few_of
 from sima_attn.data.splits import SPLITS
 from sima_attn.detect.coco import CocoData, read_json
-from sima_attn.detect.yolo import find_yaml, read_yolo
+from sima_attn.detect.yolo import find_yaml, image_files, read_yolo
 
 LOOKED_AT = 100  # images whose folder is looked for
 LAYOUTS = (
@@ -41,10 +41,7 @@ def open_split(
         masks: Read masks where the annotations have any; otherwise their boxes only.
     """
     root = Path(path)
-    if not root.is_dir():
-        raise FileNotFoundError(f"there is no folder {root}")
-    yaml = None if split.endswith(".json") else find_yaml(root)
-    file, word = _coco_file(root, split, yaml)
+    yaml, file, word = _annotations_of(root, split)
     if file is None:
         assert yaml is not None  # or there is no annotation at all, which is an error
         content, folder, skipped = read_yolo(yaml, split, counter(f"reading the labels of {split}"))
@@ -55,6 +52,23 @@ def open_split(
         data = CocoData.from_content(content, file, folder, say, masks=masks)
     say(f"{split}: {data.summary()} in {_shown(data.file, root)}, images in {_shown(data.folder, root)}")
     return data
+
+
+def count_images(path: str | Path, split: str) -> int:
+    """Number of images in the annotations of a split, before any is skipped."""
+    yaml, file, _ = _annotations_of(Path(path), split)
+    if file is None:
+        assert yaml is not None  # or there is no annotation at all, which is an error
+        return len(image_files(yaml, split))
+    return len(read_json(file)["images"])
+
+
+def _annotations_of(root: Path, split: str) -> tuple[Path | None, Path | None, str]:
+    """(the data.yaml, the COCO file of a split, the word that its images' folder may have as its name)."""
+    if not root.is_dir():
+        raise FileNotFoundError(f"there is no folder {root}; give the folder of the images with --data")
+    yaml = None if split.endswith(".json") else find_yaml(root)
+    return yaml, *_coco_file(root, split, yaml)
 
 
 def _coco_file(root: Path, split: str, yaml: Path | None) -> tuple[Path | None, str]:

@@ -1,9 +1,9 @@
-"""Recipes of detection runs: the paper's, and a small one that overfits 96 images."""
+"""Recipes of detection runs: the paper's, one for images of one's own, and a small one that overfits 96 images."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar
 
 from sima_attn._errors import check_known
@@ -125,7 +125,20 @@ def coco_mini() -> DetectRecipe:
     )
 
 
-RECIPES: dict[str, Callable[[], DetectRecipe]] = {make.__name__: make for make in (coco, coco_mini)}
+def own_images() -> DetectRecipe:
+    """Images of one's own, up to tens of thousands: from the weights of the package, with flips, sizes and crops."""
+    mini = coco_mini()
+    return replace(
+        mini,
+        name="own_images",
+        data=Data("images", side=480, longest=576),
+        augment=Augment(sides=(384, 576), longest=576),
+        schedule=StepSchedule(epochs=100, drops=(75, 92), warmup_steps=50),
+        run=replace(mini.run, eval_epochs=5),
+    )
+
+
+RECIPES: dict[str, Callable[[], DetectRecipe]] = {make.__name__: make for make in (coco, coco_mini, own_images)}
 
 
 def named_recipe(name: str) -> DetectRecipe:

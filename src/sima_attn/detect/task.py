@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 
-from sima_attn._settings import to_dict
+from sima_attn._settings import check, to_dict
 from sima_attn.data.loader import (
     BrokenImages,
     Samples,
@@ -30,7 +30,7 @@ from sima_attn.data.loader import (
 from sima_attn.data.sources import check_same_names
 from sima_attn.detect.coco import CocoData, check_pycocotools
 from sima_attn.detect.drawing import draw_objects
-from sima_attn.detect.folders import open_split
+from sima_attn.detect.folders import count_images, open_split
 from sima_attn.detect.rcnn import SimaRCNN, Target
 from sima_attn.detect.recipes import DetectRecipe
 from sima_attn.detect.scores import CocoScores, coco_scores, to_results
@@ -39,7 +39,7 @@ from sima_attn.report.drawing import Tile
 from sima_attn.report.progress import RunProgress
 from sima_attn.train.batch_picture import save_sheet
 from sima_attn.train.engine import RunSummary, Task
-from sima_attn.train.start import train_task
+from sima_attn.train.start import train_task, with_possible_batch
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 
 DRAWN_IMAGES, DRAWN_COLUMNS, DRAWN_SIDE = 8, 4, 480  # in the picture of the first batch; pixels per image
+MANY_BATCHES = 20  # data of as many batches are not read twice, only to find out that a batch is not too large
 
 
 class Batch(NamedTuple):
@@ -249,6 +250,18 @@ def evaluate_detector(
 def train_detector(
     recipe: DetectRecipe, out: Path | str, *, resume: bool = False, device: str = "auto", quiet: bool = False
 ) -> RunSummary:
-    """Train by a recipe into a folder, or resume the run in it."""
+    """Train by a recipe into a folder, or resume the run in it. A batch larger than the data is reduced."""
     check_pycocotools()
-    return train_task(recipe, out, build=Detection, resume=resume, device=device, quiet=quiet)
+    check(recipe)
+    recipe, notes = with_possible_batch(recipe, _count_trainable(recipe))
+    options: dict[str, Any] = {"resume": resume, "device": device, "quiet": quiet, "notes": notes}
+    return train_task(recipe, out, build=Detection, **options)
+
+
+def _count_trainable(recipe: DetectRecipe) -> int:
+    """Number of train images with objects; of many images those without are counted too, which is quick."""
+    path, split = recipe.data.path, recipe.data.train_split
+    count = count_images(path, split)
+    if count >= MANY_BATCHES * recipe.run.batch:
+        return count
+    return len(open_split(path, split, lambda line: None, masks=recipe.model.masks is not False).only_trainable())

@@ -38,7 +38,7 @@ def read_yolo(
     if "kpt_shape" in settings:
         raise ValueError(f"{file} describes keypoints (kpt_shape); boxes and polygons are supported")
     categories = _categories(settings["names"], file)
-    paths = _image_files(settings, file, split)
+    paths = image_files(file, split)
     folder = Path(os.path.commonpath([path.parent for path in paths]))
     images: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
@@ -113,8 +113,9 @@ def _categories(names: Any, file: Path) -> list[dict[str, Any]]:
     return [{"id": number, "name": str(name)} for number, name in numbered.items()]
 
 
-def _image_files(settings: Mapping[str, Any], file: Path, split: str) -> list[Path]:
+def image_files(file: Path, split: str) -> list[Path]:
     """The images of a split: one or several folders, or text files with one path per line."""
+    settings = _content(file)
     given = next((settings[word] for word in SPLITS.get(split, (split,)) if settings.get(word)), None)
     if given is None:
         raise ValueError(f"{file} has no images for the split {split!r}; its entries: {', '.join(settings)}")
