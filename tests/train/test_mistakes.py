@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -62,7 +63,14 @@ def test_panels_have_few_curves_and_one_scale():
 
 
 def test_one_evaluation_is_drawn_as_a_marker(tmp_path, monkeypatch):
-    """The page has marks of the curve's colour inside its axes."""
+    """The page has marks of the curve's colour inside its axes, at a whole epoch."""
+    ticks, savefig = [], Figure.savefig
+
+    def keep_ticks(self, *arguments, **options):
+        savefig(self, *arguments, **options)
+        ticks.append([axes.get_xticks().tolist() for axes in self.axes])
+
+    monkeypatch.setattr(Figure, "savefig", keep_ticks)
     (tmp_path / "eval.csv").write_text("step,epoch,top1,loss\n3,1.0,40,1.5\n")
     plot_learning_curve(tmp_path, tmp_path / "curve.png", "title")
     pixels = Image.open(tmp_path / "curve.png").convert("RGB")
@@ -70,5 +78,6 @@ def test_one_evaluation_is_drawn_as_a_marker(tmp_path, monkeypatch):
     (tmp_path / "eval.csv").write_text("step,epoch,top1\n3,1.0,40\n")
     plot_learning_curve(tmp_path, tmp_path / "none.png", "title")
     assert crimson > 20
+    assert all(tick % 1 == 0 for panels in ticks for panel in panels for tick in panel)
     none = Image.open(tmp_path / "none.png").convert("RGB")
     assert not any(colour == (220, 20, 60) for _, colour in none.getcolors(1 << 24))

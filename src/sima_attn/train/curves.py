@@ -39,6 +39,7 @@ def plot_learning_curve(folder: Path, path: Path, title: str) -> None:
                         _plot(panel, epochs, values[full], color=f"C{number}", linestyle=dashes, label=label)
         for panel in (left, *others):
             panel.set_xlabel("epoch")
+            panel.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
             panel.grid(alpha=0.3)
             if panel.get_legend_handles_labels()[0]:
                 panel.legend(frameon=False)
