@@ -72,6 +72,18 @@ def fixed_seed():
     torch.manual_seed(0)
 
 
+START = os.getcwd()
+
+
+@pytest.fixture(autouse=True)
+def nothing_in_the_current_folder():
+    """No test leaves a file where pytest was started, which is the checkout: `monkeypatch.chdir(tmp_path)` before."""
+    before = set(os.listdir(START))
+    yield
+    left = sorted(name for name in set(os.listdir(START)) - before if not name.startswith("."))
+    assert not left, f"the test left {', '.join(left)} in {START}"
+
+
 @pytest.fixture
 def brief_timing(monkeypatch):
     """Benchmarks that call everything once for its time: what they make of the times is tested, not the times."""

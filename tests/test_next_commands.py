@@ -137,6 +137,20 @@ def test_every_suggestion_parses(situation, tmp_path):
         command.make_context("sima", rest)  # raises for an unknown option or a missing argument
 
 
+def test_class_folders_without_a_split_lead_to_knn_and_to_int8(tmp_path):
+    run, data = tmp_path / "run", class_folders(tmp_path / "data", per_class=(20, 1)) / "train"
+    run.mkdir()
+    (run / "recipe.yaml").write_text(f"recipe:\n  data:\n    path: {data}\n")
+    assert [words[0] for words in _next.after_run(run, {})][:2] == ["knn", "classify"]
+    about = {"recipe": {"data": {"path": str(data)}}}
+    assert [words[0] for words in _next.after_export(run / "m.onnx", about)] == ["quantize", "audit"]
+    for image in sorted((data / "cat").iterdir())[2:]:
+        image.unlink()
+    for image in sorted((data / "dog").iterdir())[2:]:
+        image.unlink()  # too few for int8
+    assert [words[0] for words in _next.after_export(run / "m.onnx", about)] == ["audit"]
+
+
 def test_a_model_without_classes_is_known_to_be_one():
     assert load_model("sima_vit_mini_patch4_64").has_classes
     assert not load_model("sima_vit_mini_patch4_64", features=True).has_classes

@@ -28,6 +28,15 @@ def flat(tmp_path):
     return folder
 
 
+@pytest.mark.parametrize("file", ["data.yaml", "annotations.json", "train/_annotations.coco.json"])
+def test_annotations_of_boxes_are_known_for_what_they_are(flat, file):
+    (flat / "train").mkdir()
+    (flat / file).write_text("{}")
+    with pytest.raises(ValueError, match=r"no class folders.* looks like annotations of boxes.*`sima detect train`"):
+        open_data(flat)
+    assert len(open_data(class_folders(flat / "labelled"))) == 24
+
+
 @pytest.mark.parametrize("name", ["val", "valid", "validation", "test", "testing", "Test", "VALID"])
 def test_val_images_have_any_usual_name(data, name):
     (data / "val").rename(data / name)

@@ -253,7 +253,9 @@ def test_the_learning_rate_warms_up_and_falls_in_steps():
 def test_a_value_no_run_can_have_is_an_error(setting, message):
     with pytest.raises(ValueError, match=message):
         check(with_overrides(named_recipe("coco"), [setting]))
-    with pytest.raises(ValueError, match="unknown detection recipe 'coc'; known: coco, coco_mini, own_images; did you mean 'coco'"):
+    with pytest.raises(
+        ValueError, match="unknown detection recipe 'coc'; known: coco, coco_mini, own_images; did you mean 'coco'"
+    ):
         named_recipe("coc")
 
 

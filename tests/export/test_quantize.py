@@ -273,6 +273,8 @@ def test_wrong_inputs_are_said_and_leave_no_file(fp32, int8, tmp_path):
         quantize_onnx(fp32, out, random_images(32), compare_images=random_images(1), compare_labels=[10])
     with pytest.raises(FileNotFoundError, match="does not exist"):
         quantize_onnx(tmp_path / "none.onnx", out, random_images(32))
+    with pytest.raises(ValueError, match="quantization of detectors is not supported"):
+        open_images(tmp_path, {"task": "detection"})
     with pytest.raises(ValueError, match="no preprocessing metadata"):
         open_images(tmp_path, {})
     with pytest.raises(ValueError, match="contains no class folders"):

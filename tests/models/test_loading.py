@@ -34,6 +34,17 @@ def test_a_path_may_hold_an_equals_sign_and_the_model_is_prepared_as_its_run(tmp
         load_model(run, pretrained=True)
 
 
+def test_without_a_network_a_file_of_weights_is_asked_for(monkeypatch):
+    def no_network(*arguments, **options):
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(timm, "create_model", no_network)
+    with pytest.raises(
+        OSError, match=r"cannot download the weights of vit_tiny_patch16_224.* --weights FILE \(no route"
+    ):
+        load_model("vit_tiny_patch16_224", pretrained=True)
+
+
 def test_weights_are_named_once_and_fit_the_model(tmp_path):
     torch.save(timm.create_model(NAME, num_classes=3).state_dict(), tmp_path / "own.pth")
     assert load_model(NAME, weights=tmp_path / "own.pth").model.num_classes == 3

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -392,7 +393,8 @@ def test_the_command_prints_rows_and_draws(run, tmp_path, monkeypatch):
         (("--temperature", "nan"), "temperature must be above 0, got nan"),
     ],
 )
-def test_the_command_refuses(run, arguments, message):
+def test_the_command_refuses(run, arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(cli.app, ["knn", str(run), *[str(a) for a in arguments]])
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         raise result.exception
@@ -401,6 +403,17 @@ def test_the_command_refuses(run, arguments, message):
 def test_each_k_is_at_least_1():
     output = CliRunner().invoke(cli.app, ["knn", "-k", "0", "-k", "20"]).output
     assert "Invalid value for '-k'" in output
+
+
+def test_a_fifth_of_class_folders_without_a_split_is_held_out(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = class_folders(tmp_path / "data", per_class=(10, 1)) / "train"
+    model = ["sima_vit_mini_patch4_64", "--data", str(data), "--device", "cpu"]
+    for command in (["knn", *model, "-k", "3"], ["linear", *model, "--epochs", "1"]):
+        result = CliRunner().invoke(cli.app, command)
+        assert result.exit_code == 0, (result.output, result.exception)
+        assert f"{data} has no val images: 20% of each class are held out" in result.output
+        assert re.search(r"top-1 [\d.]+, top-5 [\d.]+ of 6 images|│ +6 │ +24 │", result.output)
 
 
 @pytest.mark.parametrize("command", ["knn", "linear"])

@@ -19,13 +19,15 @@ def say_next(commands: list[Command]) -> None:
 
 
 def after_run(folder: Path, metrics: Mapping[str, float]) -> list[Command]:
-    """After a training. What the run can do is read from its metrics: top1 of a classifier, knn_top1 of features."""
+    """After a training. What the run can do is read from its metrics, top1 of a classifier or knn_top1 of features, or
+    from its images: features of labelled ones can be classified too.
+    """
     commands: list[Command] = []
     photo = first_image(data_of(folder))
     if "top1" in metrics:
         commands += [["eval", folder]]
         commands += [["classify", photo, "--model", folder]] if photo else []
-    elif "knn_top1" in metrics:
+    elif "knn_top1" in metrics or labelled_images(data_of(folder)):
         commands += [["knn", folder]]
         commands += [["classify", photo, "--model", folder]] if photo else []
     elif photo:
@@ -37,7 +39,7 @@ def after_detector(folder: Path, metrics: Mapping[str, float]) -> list[Command]:
     """After the training of a detector."""
     photo = first_image(data_of(folder))
     predict: list[Command] = [["detect", "predict", photo, "--model", folder]] if photo else []
-    return [["detect", "eval", folder], *predict]
+    return [["detect", "eval", folder], *predict, *_export(folder)]
 
 
 def after_linearize(folder: Path, metrics: Mapping[str, float]) -> list[Command]:
@@ -48,11 +50,13 @@ def after_linearize(folder: Path, metrics: Mapping[str, float]) -> list[Command]
 
 def after_export(file: Path, about: Mapping[str, Any]) -> list[Command]:
     """After the export of a model, of whose run `about` are the metadata."""
-    from sima_attn.data.splits import has_val_images
+    from sima_attn.data.images import images_in
+    from sima_attn.export.quantize import MIN_IMAGES
 
     data = str(about.get("recipe", {}).get("data", {}).get("path", ""))
-    usable = data == "digits" or (Path(data).is_dir() and has_val_images(data))
-    quantize: list[Command] = [["quantize", file, "--data", data]] if data and usable else []
+    usable = Path(data).is_dir() and max(labelled_images(data), len(images_in(Path(data)))) >= MIN_IMAGES
+    usable = bool(data) and (usable or data == "digits")
+    quantize: list[Command] = [["quantize", file, "--data", data]] if usable else []
     return [*quantize, ["audit", file, "--by-module"]]
 
 
@@ -88,6 +92,17 @@ def data_of(folder: Path) -> str:
 
     path = yaml.safe_load((folder / "recipe.yaml").read_text())["recipe"]["data"]["path"]
     return str(path)
+
+
+def labelled_images(data: str) -> int:
+    """Number of labelled train images, where a part of class folders without a split is held out; 0 without any."""
+    from sima_attn.data.settings import Data
+    from sima_attn.data.splits import default_val, open_split
+
+    try:
+        return len(open_split(Data(data, val=default_val(data)), "train"))
+    except (ValueError, OSError):
+        return 0
 
 
 def first_image(data: str) -> Path | None:

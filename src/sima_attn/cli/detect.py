@@ -27,7 +27,9 @@ def check_ready() -> None:
 
 @app.command("train")
 def train_command(
-    recipe: Annotated[str | None, Option(help="Name of a recipe, see `sima detect recipes`. Default: by the images.")] = None,
+    recipe: Annotated[
+        str | None, Option(help="Name of a recipe, see `sima detect recipes`. Default: by the images.")
+    ] = None,
     data: Annotated[str | None, Option(help="Folder with COCO files or YOLO labels. Default: the recipe's.")] = None,
     backbone: Annotated[str | None, Option(help="Weights of a classifier to start from: a run or a file.")] = None,
     no_masks: Annotated[

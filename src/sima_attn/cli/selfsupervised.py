@@ -186,7 +186,7 @@ def extract_splits(
 ) -> "tuple[list[Source], list[Features]]":
     """The train and val images, and their features by `reader`, extracted or as they were stored."""
     from sima_attn.data.sources import check_same_classes
-    from sima_attn.data.splits import open_trained_split
+    from sima_attn.data.splits import default_val, open_trained_split
     from sima_attn.probe.features import extract, feature_folder, with_workers
 
     path = data or backbone.data.path
@@ -194,7 +194,11 @@ def extract_splits(
         raise ValueError(f"{name} is a registered model: give the images with --data")
     if not backbone.trained:
         teller()(f"{name} has no trained weights: these are the features of random ones")
-    sources = [open_trained_split(backbone.data, split, path) for split in ("train", "val")]
+    trained_on = backbone.data
+    if trained_on.val is None and (held_out := default_val(path)):
+        teller()(f"{path} has no val images: {held_out:.0%} of each class are held out")
+        trained_on = replace(trained_on, val=held_out)
+    sources = [open_trained_split(trained_on, split, path) for split in ("train", "val")]
     check_same_classes(*sources)
     images = replace(backbone.data, size=size or backbone.data.size)
     features = []

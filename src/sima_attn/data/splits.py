@@ -23,6 +23,8 @@ SPLITS = {
     "test": ("test", "testing"),
 }
 
+DEFAULT_VAL = 0.2  # the part of each class that is held out where there are no val images
+
 
 def open_data(path: str | Path, split: str = "train", *, labelled: bool = True) -> Source:
     """The images of a split ("train", "val" or "test"); the format is detected from the files.
@@ -48,7 +50,21 @@ def open_data(path: str | Path, split: str = "train", *, labelled: bool = True) 
             f"{root} has no {split} images: neither a folder {split}/ with one folder per class, nor "
             f"{split}-*.parquet, nor {split}-*.tar{f'; {hint}' * (split != 'test')}"
         )
-    return files.open()
+    return _opened(files, root)
+
+
+def _opened(files: SplitFiles, root: Path) -> Source:
+    """The images; the error says so where they have boxes instead of classes."""
+    try:
+        return files.open()
+    except ValueError as error:
+        found = [*root.glob("*.yaml"), *root.glob("*.yml"), *root.glob("*.json"), *root.glob("*/*.json")]
+        if found:
+            raise ValueError(
+                f"{error}. {found[0].relative_to(root)} looks like annotations of boxes: for these, use "
+                "`sima detect train`"
+            ) from None
+        raise
 
 
 def _folder(path: str | Path) -> Path:
@@ -98,12 +114,17 @@ def whole_folder(path: str | Path, *, labelled: bool = True) -> Source:
     """The train images or, in a folder without splits, all images."""
     root = _folder(path)
     files = _files_of(root, "train", labelled)
-    return (files or SplitFiles(f"{root.name}/", partial(ClassFolders, root, labelled))).open()
+    return _opened(files or SplitFiles(f"{root.name}/", partial(ClassFolders, root, labelled)), root)
 
 
 def has_val_images(path: str | Path) -> bool:
     """Whether the data have val images of their own."""
     return str(path) == "digits" or _files_of(_folder(path), "val") is not None
+
+
+def default_val(path: str | Path) -> float | None:
+    """The part of each class to hold out as val images where no other part is given: none if the data have their own."""
+    return None if has_val_images(path) else DEFAULT_VAL
 
 
 def open_split(data: Data, split: str) -> Source:

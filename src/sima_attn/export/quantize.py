@@ -129,17 +129,17 @@ def open_images(
     or it contains image files, without labels.
     """
     from sima_attn.data.loader import evaluation_transform
-    from sima_attn.data.splits import has_val_images, open_split
-    from sima_attn.train.finetune_recipe import DEFAULT_VAL
+    from sima_attn.data.splits import default_val, open_split
 
+    if metadata.get("task") == "detection":
+        raise ValueError("the file is a detector, and quantization of detectors is not supported: use it as float32")
     if "preprocessing" not in metadata:
         raise ValueError("the file has no preprocessing metadata: export it again with `sima export`")
     transform = evaluation_transform(Preprocessing.from_json(metadata["preprocessing"]))
     raw = metadata.get("preprocessing_inside") == "true"
     root = Path(data)
     files = images_in(root) if root.is_dir() else []
-    held_out = None if files or has_val_images(data) else DEFAULT_VAL
-    source = None if files else open_split(Data(str(data), val=held_out), split)
+    source = None if files else open_split(Data(str(data), val=default_val(data)), split)
     known = labels_in(metadata)
     if source is not None and known is not None and len(source.classes) != len(known):
         raise ValueError(

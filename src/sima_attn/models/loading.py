@@ -204,7 +204,13 @@ def _from_name(name: str, file: str | Path | None, pretrained: bool | None) -> L
     else:
         # Without being asked, only the weights that come with the package are loaded: nothing is downloaded.
         pretrained = name in shipped_models() if pretrained is None else pretrained
-        model = timm.create_model(name, pretrained=pretrained)
+        try:
+            model = timm.create_model(name, pretrained=pretrained)
+        except OSError as error:
+            raise OSError(
+                f"timm cannot download the weights of {name}: connect to the network, or give a file of them with "
+                f"--weights FILE ({error})"
+            ) from error
     preprocessing: Any = Preprocessing.of_model(model)  # timm has a configuration of every model
     trained = file is not None or bool(pretrained)
     shipped = file is None and pretrained and name in shipped_models()

@@ -19,7 +19,7 @@ from sima_attn.conversion.placing import converted_modules
 from sima_attn.data.loader import possible_batch
 from sima_attn.data.settings import Data
 from sima_attn.data.sources import Source
-from sima_attn.data.splits import has_val_images, open_split
+from sima_attn.data.splits import DEFAULT_VAL, has_val_images, open_split
 from sima_attn.models.building import Exchanges, token_refs_of, without_sources
 from sima_attn.models.huggingface import TRANSFORMERS, TimmInterface, convert_encoder, keep_scale
 from sima_attn.models.loading import LoadedModel, load, load_model
@@ -31,7 +31,6 @@ from sima_attn.train.checkpoint import load_newest
 from sima_attn.train.classify import output_at
 from sima_attn.train.finetune_recipe import (
     BACKBONE,
-    DEFAULT_VAL,
     Finetune,
     FinetuneRecipe,
     default_augment,

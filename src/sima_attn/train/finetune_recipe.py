@@ -10,7 +10,6 @@ from sima_attn.models.settings import ModelSettings
 from sima_attn.train.recipes import Optim, Run, Schedule
 
 BACKBONE, ALL_BUT_ATTENTION = FREEZE = ("backbone", "all-but-attention")
-DEFAULT_VAL = 0.2
 MOST_EPOCHS, LEAST_EPOCHS = 50, 5
 MOST_BATCH, LEAST_BATCH = 128, 8
 

@@ -12,8 +12,7 @@ import numpy as np
 
 from sima_attn.data.settings import Data
 from sima_attn.data.sources import Source
-from sima_attn.data.splits import has_val_images, open_split
-from sima_attn.train.finetune_recipe import DEFAULT_VAL
+from sima_attn.data.splits import DEFAULT_VAL, has_val_images, open_split
 from sima_attn.train.recipes import named_recipe
 
 # Limits between kinds of data. They are judgements, not measurements.
