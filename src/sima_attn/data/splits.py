@@ -123,7 +123,7 @@ def has_val_images(path: str | Path) -> bool:
 
 
 def default_val(path: str | Path) -> float | None:
-    """The part of each class to hold out as val images where no other part is given: none if the data have their own."""
+    """The part of each class to hold out as val images if no other is given: none if the data have val images."""
     return None if has_val_images(path) else DEFAULT_VAL
 
 
