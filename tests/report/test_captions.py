@@ -15,6 +15,8 @@ NAMES = {
     "Greek": "θάλασσα",
     "Arabic": "قطة",
     "CJK": "金魚と猫",
+    "Devanagari": "बिल्ली",
+    "Thai": "แมวน้ำ",
     "emoji": "party 😀🚀",
 }
 DEJAVU = ("Latin", "Cyrillic", "Greek", "Arabic")

@@ -66,7 +66,8 @@ def split_by_font(text: str) -> list[tuple[str, str]]:
 @cache
 def has_glyph(file: str, char: str) -> bool:
     """Whether a font has a character: what it draws is not its sign for a missing one."""
-    font = _font(file, TESTED_SIZE)
+    # Without shaping, which draws a circle below the vowel sign of a script that the font does not have.
+    font = _font(file, TESTED_SIZE).font_variant(layout_engine=ImageFont.Layout.BASIC)
     return char == " " or bytes(font.getmask(char)) != bytes(font.getmask(NO_CHARACTER))
 
 
