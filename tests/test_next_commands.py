@@ -55,6 +55,9 @@ def test_what_a_training_suggests_runs_and_suggests_what_runs(suggested, tmp_pat
     for words in commands:
         assert str(folder) in words
         output = sima(*words)
+        if words[0] == "eval":
+            (mistakes,) = next_commands(output)
+            assert "Mistakes: mistakes.png" in sima(*mistakes)
         if words[0] == "export":
             quantize, audit = next_commands(output)
             compared = sima(*quantize, "--calibrate", 32, "--compare", 8)
@@ -114,6 +117,9 @@ COMMANDS = {
     "a classifier": lambda run, photo: _next.after_run(run, {"top1": 1.0}),
     "features": lambda run, photo: _next.after_run(run, {"knn_top1": 1.0}),
     "no labels": lambda run, photo: _next.after_run(run, {}),
+    "eval": lambda run, photo: _next.after_eval(str(run), "my data", "test"),
+    "eval of a detector": lambda run, photo: _next.after_detector_eval(str(run), str(photo.parent)),
+    "predict": lambda run, photo: _next.after_predict(str(run)),
     "a detector": lambda run, photo: _next.after_detector(run, {}),
     "linearize": lambda run, photo: _next.after_linearize(run, {"top1": 1.0, "cosine": 1.0}),
     "export": lambda run, photo: _next.after_export(run / "m.onnx", {"recipe": {"data": {"path": "digits"}}}),

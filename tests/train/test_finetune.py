@@ -333,7 +333,7 @@ def test_the_recipe_says_what_it_chose_and_why_where_it_is_a_default(source, pho
     recipe = RunFolder(tmp_path / "run").read_recipe(FinetuneRecipe)
     assert recipe.summary(24, 3) == (
         "1 epochs of 3 steps, batch 8 (small enough for many steps), 16 px, learning rate 0.0005, times 0.75 for each "
-        "earlier layer (their features are general), stops after 10 evaluations without a better one"
+        "earlier layer (their features are general), does not stop early"
     )
     changes = ["schedule.epochs=50", "run.batch=6", "finetune.freeze=backbone", "finetune.patience=0"]
     assert with_overrides(recipe, changes).summary(24, 4) == (

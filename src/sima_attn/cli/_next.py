@@ -35,11 +35,30 @@ def after_run(folder: Path, metrics: Mapping[str, float]) -> list[Command]:
     return [*commands, *_export(folder)]
 
 
+def after_eval(model: str | None, data: str | None, split: str) -> list[Command]:
+    """After an evaluation with mistakes of which no picture was drawn."""
+    named: Command = [model] if model else []
+    where: Command = ["--data", data] if data else []
+    part: Command = ["--split", split] if split != "val" else []
+    return [["eval", *named, *where, *part, "--mistakes", "mistakes.png"]]
+
+
 def after_detector(folder: Path, metrics: Mapping[str, float]) -> list[Command]:
     """After the training of a detector."""
     photo = first_image(data_of(folder))
     predict: list[Command] = [["detect", "predict", photo, "--model", folder]] if photo else []
     return [["detect", "eval", folder], *predict, *_export(folder)]
+
+
+def after_detector_eval(model: str, data: str) -> list[Command]:
+    """After the evaluation of a detector: look at what it finds."""
+    photo = first_image(data)
+    return [["detect", "predict", photo, "--model", model]] if photo else []
+
+
+def after_predict(model: str) -> list[Command]:
+    """After pictures of objects: the page, where the minimum score can be changed."""
+    return [["serve", "--model", model]] if _installed("fastapi", "uvicorn") else []
 
 
 def after_linearize(folder: Path, metrics: Mapping[str, float]) -> list[Command]:

@@ -11,7 +11,7 @@ from sima_attn import _errors
 from sima_attn._devices import resolve_device
 from sima_attn.cli import _options as option
 from sima_attn.cli import bench
-from sima_attn.cli._next import after_detector
+from sima_attn.cli._next import after_detector, after_detector_eval, after_predict, say_next
 from sima_attn.cli._shared import console, print_recipes, print_table, progress_bar, step_callback, teller
 from sima_attn.cli.train import check_installed, resolved, say_finished
 from sima_attn.data.images import find_photos
@@ -97,6 +97,7 @@ def eval_command(
         write_results(out / "results.json", evaluated.results)
         write_rows(out / "categories.csv", evaluated.scores.categories)
         console.print(f"Results: {out / 'results.json'}\nCategories: {out / 'categories.csv'}")
+    say_next(after_detector_eval(model, path))
 
 
 @app.command("predict")
@@ -130,6 +131,7 @@ def predict_command(
         count = len(entry["objects"])
         console.print(f"{entry['photo']}: {count} objects{': ' * bool(count)}{best}")
     console.print(f"Pictures: {out}\nDetections: {out / 'detections.json'}")
+    say_next(after_predict(model))
 
 
 @app.command("recipes")

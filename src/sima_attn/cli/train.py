@@ -15,7 +15,7 @@ from sima_attn import _errors
 from sima_attn._devices import resolve_device
 from sima_attn._settings import with_overrides
 from sima_attn.cli import _options as option
-from sima_attn.cli._next import Command, after_run, say_next
+from sima_attn.cli._next import Command, after_eval, after_run, say_next
 from sima_attn.cli._shared import console, print_recipes, print_table, teller
 from sima_attn.report.figures import check_can_plot
 from sima_attn.report.rows import processor_name, write_rows
@@ -207,6 +207,8 @@ def eval_command(
     if rows is not None:
         write_rows(rows, [result.as_row(loaded.name, processor_name(device)) for result in results])
         say(f"Rows: {rows}")
+    if mistakes is None and last.mistakes:
+        say_next(after_eval(model, data, split))
 
 
 @app.command("recipes")

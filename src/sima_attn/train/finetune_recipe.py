@@ -65,7 +65,8 @@ class FinetuneRecipe:
             rate += f", times {decay:g} for each earlier layer (their features are general)"
         else:
             rate += " in all layers"
-        stop = f"stops after {patience} evaluations without a better one" if patience else "does not stop early"
+        can_stop = 0 < patience < epochs / self.run.eval_epochs
+        stop = f"stops after {patience} evaluations without a better one" if can_stop else "does not stop early"
         return (
             f"{epochs} epochs{why_epochs} of {steps_per_epoch} steps, batch {batch}{why_batch}, {self.data.size} px, "
             f"{rate}, {stop}"
