@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import json
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ import torch
 import forked
 from full_disk import no_file_above
 from sima_attn._files import PREFIX, DiskFullError
+from sima_attn._settings import with_overrides
 from sima_attn.detect.recipes import named_recipe
 from sima_attn.detect.task import train_detector
 from sima_attn.dino.recipes import named_dino_recipe
@@ -23,7 +25,7 @@ from sima_attn.train.checkpoint import checkpoints, load_checkpoint, load_newest
 from sima_attn.train.classify import Classification, train_classifier
 from sima_attn.train.logs import CsvLog, read_log
 from sima_attn.train.run import RunFolder
-from small_runs import ALL_ON, class_folders, small_recipe
+from small_runs import ALL_ON, class_folders, picture, small_recipe
 
 
 def assert_same_state(a, b):
@@ -181,7 +183,16 @@ def start_dino(out):
 
 
 def start_detector(out):
-    train_detector(named_recipe("coco_mini"), out, device="cpu", quiet=True)
+    data = out.parent / "coco"
+    data.mkdir(parents=True, exist_ok=True)
+    picture(0, size=(64, 64)).save(data / "0.png")
+    content = {
+        "images": [{"id": 1, "file_name": "0.png", "width": 64, "height": 64}],
+        "annotations": [{"id": 1, "image_id": 1, "category_id": 1, "bbox": [8, 8, 32, 32]}],
+        "categories": [{"id": 1, "name": "cat"}],
+    }
+    (data / "train.json").write_text(json.dumps(content))
+    train_detector(with_overrides(named_recipe("coco_mini"), [f"data.path={data}"]), out, device="cpu", quiet=True)
 
 
 def start_miniature(out):
