@@ -70,12 +70,14 @@ def after_linearize(folder: Path, metrics: Mapping[str, float]) -> list[Command]
 def after_export(file: Path, about: Mapping[str, Any]) -> list[Command]:
     """After the export of a model, of whose run `about` are the metadata."""
     from sima_attn.data.images import images_in
+    from sima_attn.data.splits import has_val_images
     from sima_attn.export.quantize import MIN_IMAGES
 
     data = str(about.get("recipe", {}).get("data", {}).get("path", ""))
-    usable = Path(data).is_dir() and max(labelled_images(data), len(images_in(Path(data)))) >= MIN_IMAGES
-    usable = bool(data) and (usable or data == "digits")
-    quantize: list[Command] = [["quantize", file, "--data", data]] if usable else []
+    usable = data == "digits" or (Path(data).is_dir() and has_val_images(data))
+    if not usable and Path(data).is_dir():  # one folder, which is divided or has image files
+        usable = max(labelled_images(data), len(images_in(Path(data)))) >= MIN_IMAGES
+    quantize: list[Command] = [["quantize", file, "--data", data]] if data and usable else []
     return [*quantize, ["audit", file, "--by-module"]]
 
 
