@@ -75,7 +75,7 @@ def after_export(file: Path, about: Mapping[str, Any]) -> list[Command]:
 
     data = str(about.get("recipe", {}).get("data", {}).get("path", ""))
     usable = data == "digits" or (Path(data).is_dir() and has_val_images(data))
-    if not usable and Path(data).is_dir():  # one folder, which is divided or has image files
+    if data and not usable and Path(data).is_dir():  # one folder, which is divided or has image files
         usable = max(labelled_images(data), len(images_in(Path(data)))) >= MIN_IMAGES
     quantize: list[Command] = [["quantize", file, "--data", data]] if data and usable else []
     return [*quantize, ["audit", file, "--by-module"]]
