@@ -12,8 +12,8 @@ import sima_attn
 SOURCE = Path(sima_attn.__file__).parent
 # Lowest first. A package may import those before it, so two packages cannot import each other.
 PACKAGES = (
-    "ops nn conversion models report data auditing train probe dino detect explain distill gigapixel export "
-    "reproduce bench serve cli"
+    "ops nn conversion models parallel report data auditing train probe dino detect explain distill gigapixel "
+    "export reproduce bench serve cli"
 ).split()
 FILES = sorted(SOURCE.rglob("*.py"))
 

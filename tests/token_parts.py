@@ -40,6 +40,13 @@ def parts(tensors: dict[str, torch.Tensor], dim: int) -> dict[str, torch.Tensor]
     return {name: part(x, dim) for name, x in tensors.items()}
 
 
+def summed(x: torch.Tensor) -> torch.Tensor:
+    """The sum over the processes."""
+    total = x.clone(memory_format=torch.contiguous_format)  # gloo adds wrong numbers to strided tensors
+    dist.all_reduce(total)
+    return total
+
+
 def output_and_gradients(attend, tensors, weight, parameters=(), **options):
     """o, and the gradients of sum(o * weight) with regard to the tensors and the parameters."""
     leaves = [x.detach().clone().requires_grad_() for x in tensors]

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         create_attention,
     )
     from sima_attn.ops import ExpCounter, SimaAccumulator, choose_order, sima_attention
+    from sima_attn.parallel import parallelize
     from sima_attn.train.finetune import finetune
 
 __all__ = [
@@ -56,6 +57,7 @@ __all__ = [
     "linearize",
     "load",
     "load_official",
+    "parallelize",
     "quantize_onnx",
     "save",
     "save_official",
@@ -69,6 +71,7 @@ _HOMES = {
     "sima_attn.models.saving": ("save",),
     "sima_attn.conversion": ("ConversionReport", "convert"),
     "sima_attn.distill.api": ("linearize",),
+    "sima_attn.parallel": ("parallelize",),
     "sima_attn.train.finetune": ("finetune",),
     "sima_attn.explain": ("heatmap",),
     "sima_attn.export.onnx": ("export_onnx",),

@@ -156,14 +156,19 @@ class Stage(nn.Module):
     def forward(self, x: Tensor, checkpointing: bool = False) -> tuple[Tensor, Grid]:
         """Map [B, C', height, width] -> tokens [B, N, C], (rows, columns)."""
         x, grid = self.patch_embed(x)
-        if self.cls_token is not None:
-            x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1)
+        x = self.with_class_token(x)
         blocks = [partial(block, grid=grid) for block in self.blocks]
         if checkpointing:
             return checkpoint_seq(blocks, x), grid
         for block in blocks:
             x = block(x)
         return x, grid
+
+    def with_class_token(self, x: Tensor) -> Tensor:
+        """Tokens [B, N, C] -> the same, behind the class token if the stage has one."""
+        if self.cls_token is None:
+            return x
+        return torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1)  # [B, 1 + N, C]
 
 
 class Cvt(nn.Module):
@@ -256,8 +261,12 @@ class Cvt(nn.Module):
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Tokens [B, N, C] -> logits [B, K], or the features [B, C] that the classifier reads."""
-        x = self.head_drop(global_pool_nlc(x, self.global_pool, self.num_prefix_tokens))
+        x = self.head_drop(self.pool(x))
         return x if pre_logits else self.head(x)
+
+    def pool(self, x: Tensor) -> Tensor:
+        """Tokens [B, N, C] -> features [B, C], or the tokens themselves without pooling."""
+        return global_pool_nlc(x, self.global_pool, self.num_prefix_tokens)
 
     def run_stages(self, x: Tensor, count: int) -> list[tuple[Tensor, Grid]]:
         """Images -> tokens [B, N, C] and grid of each of the first stages."""

@@ -39,9 +39,15 @@ class LocalBlock(Block):
         self.ls3 = LayerScale(dim, init_values=scale) if scale else nn.Identity()
         self.drop_path3 = DropPath(drop_path) if drop_path else nn.Identity()
 
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Tokens [B, N, C] of a square grid -> tokens [B, N, C]."""
-        rows, columns = token_grid(x.shape[1], None, "the local mixer")
+    def forward(
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        grid: tuple[int, int] | None = None,
+    ) -> Tensor:
+        """Tokens [B, N, C] of a grid, by default a square one -> tokens [B, N, C]."""
+        rows, columns = token_grid(x.shape[1], grid, "the local mixer")
         return self.on_grid(x, rows, columns, attn_mask, is_causal)
 
     def on_grid(

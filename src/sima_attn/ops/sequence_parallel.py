@@ -148,14 +148,27 @@ def check_agreement(
 ) -> None:
     """Raise on all processes if they call with different sizes or options; the number of tokens may differ.
 
-    Otherwise an all-reduce would wait for ever or add unrelated numbers. Descriptions are exchanged the first time that
-    a group sees them, and not while torch.compile traces.
+    Otherwise an all-reduce would wait for ever or add unrelated numbers.
     """
     if torch.compiler.is_compiling():
         return
     (B, H, _, D), Dv = q.shape, v.shape[3]
     gradient = needs_grad(q, k, v)
     call = f"{B=}, {H=}, {D=}, {Dv=}, {backend=}, sums in {compute_dtype(q.dtype)}, {token_ref=}, {eps=}, {gradient=}"
+    rule = (
+        "the processes of a group must call with the same sizes and options, and all or none of them with gradients; "
+        "only the number of tokens may differ"
+    )
+    check_same_call(group, call, rule)
+
+
+def check_same_call(group: ProcessGroup, call: str, rule: str) -> None:
+    """Raise the rule on all processes if they describe their calls differently.
+
+    Descriptions are exchanged the first time that a group sees them, and not while torch.compile traces.
+    """
+    if torch.compiler.is_compiling():
+        return
     agreed = _agreed.setdefault(group, set())
     if call in agreed:
         return
@@ -163,8 +176,5 @@ def check_agreement(
     dist.all_gather_object(calls, call, group=group)
     if any(other != call for other in calls):
         listed = "\n".join(f"  process {rank}: {other}" for rank, other in enumerate(calls))
-        raise ValueError(
-            "the processes of a group must call with the same sizes and options, and all or none of them with "
-            f"gradients; only the number of tokens may differ:\n{listed}"
-        )
+        raise ValueError(f"{rule}:\n{listed}")
     agreed.add(call)

@@ -1,0 +1,47 @@
+"""XCiT, the miniature XCiT and timm's Xcit on the rows of one process.
+
+Shapes: B batch, N tokens of this process, C channels.
+"""
+
+from typing import Any
+
+from timm.models.xcit import Xcit
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from sima_attn.parallel.layers import share_dropout
+from sima_attn.parallel.model import SplitModel
+
+
+class SplitXcit(SplitModel, Xcit):
+    """An XCiT; every process holds the class token."""
+
+    def split(self) -> None:
+        """Split the layers, once the group is set."""
+        super().split()
+        blocks: Any = self.cls_attn_blocks
+        for block in blocks:  # these drop numbers of the class token, but for attn_drop
+            share_dropout(block.mlp, self.group)
+            share_dropout(block.attn.proj_drop, self.group)
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Images [B, 3, height, width] -> normalised tokens [B, 1 + N, C], the class token first."""
+        patch = self.patch_embed.patch_size
+        height, own = x.shape[2], self.own_rows(x, patch)
+        x, (rows, columns) = self.patch_embed(x[:, :, own])  # [B, N, C]
+        if self.pos_embed is not None:
+            positions = self.pos_embed(1, -(-height // patch), columns)  # [1, C, rows of all processes, columns]
+            x = x + positions.narrow(2, own.start // patch, rows).flatten(2).transpose(1, 2)
+        x = self.pos_drop(x)
+        for block in self.blocks:
+            if self.grad_checkpointing:
+                x = checkpoint(block, x, rows, columns, use_reentrant=False)
+            else:
+                x = block(x, rows, columns)
+        return self.norm(self.forward_cls(x))
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Tokens [B, 1 + N, C] -> logits [B, K], or the features [B, C] that the classifier reads."""
+        x = x[:, 0] if self.global_pool == "token" else self.pool_tokens(x[:, 1:], "avg", 0)
+        x = self.head_drop(x)
+        return x if pre_logits else self.head(x)
