@@ -113,11 +113,16 @@ def _call_with(environment, function, arguments, options):
 
 
 def train_in_two(log: Path, train, *arguments, stop=None, **options) -> list[int]:
-    """Train in two processes with torchrun's variables. The exit codes.
+    """Train in two processes with torchrun's variables. The exit codes."""
+    return train_in_group(log, 2, train, *arguments, stop=stop, **options)
+
+
+def train_in_group(log: Path, world: int, train, *arguments, stop=None, **options) -> list[int]:
+    """Train in `world` processes with torchrun's variables. The exit codes.
 
     `stop` is (task, step): the step after which the second process, and only that, is sent SIGTERM.
     """
-    return run_group(log, 2, _train_rank, stop, train, arguments, options)
+    return run_group(log, world, _train_rank, stop, train, arguments, options)
 
 
 def _train_rank(stop, train, arguments, options):

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 app = typer.Typer()
 MOST_SHOWN = 12  # a confusion matrix of more classes does not fit a screen
 CompileOption = Annotated[bool, Option("--compile", help="Compile the model with torch.compile.")]
+MeshOption = Annotated[
+    str | None, Option(metavar="SIZES", help="Processes that share a batch, and an image: data=2,sequence=2.")
+]
 CudaGraphOption = Annotated[bool, Option("--cuda-graph", help="Record a step once and replay it, on one GPU.")]
 
 
@@ -98,6 +101,7 @@ def train_command(
     precision: option.Precision = None,
     compile_: CompileOption = False,
     cuda_graph: CudaGraphOption = False,
+    mesh: MeshOption = None,
 ) -> None:
     """Train a model with a recipe. Runs on all processes of torchrun; after an interruption, add --resume."""
     check_installed()
@@ -106,7 +110,7 @@ def train_command(
 
     folder = out or Path("runs") / (recipe or "digits")
     options: dict[str, Any] = {"data.path": data, "data.val": val, "run.precision": precision}
-    options |= {"run.compile": compile_, "run.cuda_graph": cuda_graph}
+    options |= {"run.compile": compile_, "run.cuda_graph": cuda_graph, "run.mesh": mesh}
     choose = partial(choose_classifier, device=resolve_device(device))
     chosen = resolved(named_recipe, recipe, "digits", folder, resume, overrides, options, choose)
     folder = out or Path("runs") / (recipe or chosen.name)

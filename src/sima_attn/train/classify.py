@@ -33,6 +33,7 @@ from sima_attn.models.building import build_model
 from sima_attn.report.progress import RunProgress
 from sima_attn.train.batch_picture import draw_labelled
 from sima_attn.train.engine import RunSummary, Task
+from sima_attn.train.mesh import batch_share, seed_dropout, split_over_mesh
 from sima_attn.train.recipes import Recipe
 from sima_attn.train.start import train_task, with_possible_batch
 
@@ -68,12 +69,14 @@ class Classification(Task):
             f"{len(self.source)} train images in {self.source.place}; {len(self.val)} val images in {self.val.place}; "
             f"{len(self.classes)} classes"
         )
-        self.share = Share(recipe.run.batch, fabric.global_rank, fabric.world_size, recipe.run.accumulate)
+        rank, shares = batch_share(recipe.run, fabric.global_rank, fabric.world_size)
+        self.share = Share(recipe.run.batch, rank, shares, recipe.run.accumulate)
         self.steps_per_epoch = steps_per_epoch(self.source, self.share)
         seed_everything(recipe.run.seed)
         self.model = self.build_model()
         hint = f"change data.size, or set model.kwargs.img_size={recipe.data.size} if the model has it"
         output_at(self.model, recipe.data.size, hint)
+        self.model = split_over_mesh(self.model, recipe.run, fabric)
         self.mixup = create_mixup(recipe.augment, len(self.classes), self.share.piece)
         self.broken, self.broken_val = BrokenImages(self.source, progress.say), BrokenImages(self.val, progress.say)
         self.cache = self.val_cache = None
@@ -104,7 +107,9 @@ class Classification(Task):
 
     def prepare(self, batch: Batch) -> Batch:
         """Images augmented and mixed, where that was not done by the workers; with mixtures the labels are [B, K]."""
-        return mixed(augmented(batch, self.recipe.data, self.recipe.augment), self.mixup)
+        prepared = mixed(augmented(batch, self.recipe.data, self.recipe.augment), self.mixup)
+        seed_dropout(self.recipe.run, self.fabric)
+        return prepared
 
     def draw_batch(self, batch: Batch, path: Path) -> None:
         """Augmented images with their classes."""

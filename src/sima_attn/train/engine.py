@@ -33,6 +33,7 @@ from sima_attn.models.compiled import compile_blocks
 from sima_attn.report.progress import RunProgress
 from sima_attn.train.checkpoint import load_newest, save_checkpoint
 from sima_attn.train.logs import CsvLog, TensorBoard
+from sima_attn.train.mesh import batch_share, leave_mesh, synchronize_batch_norm
 from sima_attn.train.recipes import Optim, Run, Schedule, StepSchedule
 from sima_attn.train.recorded import RecordedPass
 from sima_attn.train.run import RunFolder, refuse_changes
@@ -256,7 +257,7 @@ class TrainingLoop:
         if self.run.grad_checkpointing:
             task.model.set_grad_checkpointing(True)  # type: ignore[operator]
         if fabric.world_size > 1 and fabric.device.type == "cuda":
-            task.model = nn.SyncBatchNorm.convert_sync_batchnorm(task.model)  # as in the authors' code
+            task.model = synchronize_batch_norm(task.model, fabric)
         lr = self.optim.lr_at(self.run.batch)
         # Not with fp16, where gradients must be unscaled before clipping.
         fused = self.optim.name == "adamw" and fabric.device.type == "cuda" and self.run.precision != "fp16"
@@ -359,6 +360,7 @@ class TrainingLoop:
                 self.make_steps()
         finally:
             del self.model  # DDP's wrapper holds the process group, which must be destroyed before the process exits
+            leave_mesh(self.task.model, *([self.ema.module] if self.ema else []), *self.task.state().values())
             if self.board is not None:
                 self.board.close()
         return RunSummary(
@@ -438,8 +440,9 @@ class TrainingLoop:
             gradient.copy_(mean.view_as(gradient))
 
     def seed(self, part: int) -> None:
-        """Seed the random numbers of a pass by the step, the accumulation part and the process."""
-        seed_everything(self.run.seed, _STEP_STREAM, self.step, part, self.fabric.global_rank)
+        """Seed the random numbers of a pass by the step, the accumulation part and the share of the batch."""
+        share, _ = batch_share(self.run, self.fabric.global_rank, self.fabric.world_size)
+        seed_everything(self.run.seed, _STEP_STREAM, self.step, part, share)
 
     def mean_over_processes(self, numbers: dict[str, Tensor]) -> dict[str, float]:
         """Means as Python numbers; the only synchronisation with the device per step."""

@@ -39,6 +39,7 @@ from sima_attn.train.finetune_recipe import (
     default_schedule,
 )
 from sima_attn.train.finetune_task import Finetuning, Start
+from sima_attn.train.mesh import batch_share
 from sima_attn.train.recipes import Optim, Run
 from sima_attn.train.run import RunFolder
 from sima_attn.train.start import train_task
@@ -211,8 +212,8 @@ def _recipe(
         run=Run(batch=default_batch(count), log_steps=10),
     )
     recipe = with_overrides(recipe, overrides)
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    batch = possible_batch(recipe.run.batch, count, processes)
+    _, shares = batch_share(recipe.run, 0, int(os.environ.get("WORLD_SIZE", "1")))
+    batch = possible_batch(recipe.run.batch, count, shares)
     if batch != recipe.run.batch:
         notes.append(f"there are {count} train images, so the batch is {batch} instead of {recipe.run.batch}")
     return replace(recipe, run=replace(recipe.run, batch=batch)), notes

@@ -23,6 +23,7 @@ from sima_attn._settings import (
 )
 from sima_attn.data.settings import Augment, Data
 from sima_attn.models.settings import ModelSettings as Model
+from sima_attn.train.mesh import mesh_sizes
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,8 @@ class Run:
         eval_epochs: Epochs between evaluations; the last epoch is always evaluated.
         log_steps: Steps per row of the log.
         threads: CPU threads of torch; 0 keeps torch's default.
+        mesh: Processes that share a batch and processes that share each image, e.g. "data=2,sequence=2"; None: all
+            share the batch. For classification and fine-tuning.
     """
 
     batch: PositiveInt = 1024
@@ -131,6 +134,11 @@ class Run:
     eval_epochs: PositiveInt = 1
     log_steps: PositiveInt = 50
     threads: NonNegativeInt = 0
+    mesh: str | None = None
+
+    def check_relations(self) -> None:
+        """Raise where the mesh has unknown names or sizes."""
+        mesh_sizes(self.mesh)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from sima_attn.report.progress import RunProgress
 from sima_attn.train.checkpoint import checkpoints
 from sima_attn.train.curves import plot_learning_curve
 from sima_attn.train.engine import RunSummary, Task, TrainingLoop, start_fabric
+from sima_attn.train.mesh import batch_share, check_supports_mesh
 from sima_attn.train.recipe_files import sources_in, without_sources
 from sima_attn.train.recorded import check_can_be_recorded
 from sima_attn.train.run import RunFolder
@@ -49,6 +50,7 @@ def train_task(
         notes: Lines to print first.
     """
     check(recipe)
+    check_supports_mesh(recipe.run, recipe.command)
     folder = RunFolder(Path(out))
     fabric = start_fabric(device, recipe.run.precision)
     first = fabric.is_global_zero
@@ -98,7 +100,8 @@ def with_possible_batch(recipe: Any, images: int, *, even: bool = False) -> tupl
         even: Whether the images of a pass are mixed in pairs.
     """
     run = recipe.run
-    parts = int(os.environ.get("WORLD_SIZE", "1")) * run.accumulate * (2 if even else 1)
+    _, shares = batch_share(run, 0, int(os.environ.get("WORLD_SIZE", "1")))
+    parts = shares * run.accumulate * (2 if even else 1)
     batch = possible_batch(run.batch, images, parts)
     if batch == run.batch:
         return recipe, []
