@@ -199,6 +199,7 @@ def test_the_layout_in_the_readme_lists_the_packages_in_their_order():
 
 def tables_of_rows() -> list[tuple[str, str, str]]:
     """(page, file of rows, the table that the page has of them)."""
+    from communication import CommunicationRow, bytes_table, scaling_table
     from dino_step import DinoStepRow, dino_step_table
     from finetune_cifar import CifarRow, cifar_table
     from gigapixel import GigapixelRow, gigapixel_table
@@ -231,6 +232,7 @@ def tables_of_rows() -> list[tuple[str, str, str]]:
     from sima_attn.reproduce.miniature_report import results_table, sizes_table
     from sima_attn.reproduce.table_1 import ModelRow, table_1
     from unsure import UnsureRow, unsure_table
+    from weak_scaling import WeakScalingRow, weak_scaling_table
 
     def rows(name: str, kind: type) -> list:
         return read_rows(RESULTS / name, kind)
@@ -284,6 +286,11 @@ def tables_of_rows() -> list[tuple[str, str, str]]:
         ("docs/miniature.md", "miniature.csv", without(miniature, "what it is", "heads", "params")),
         ("docs/miniature.md", "unsure.csv", unsure_table(rows("unsure.csv", UnsureRow))),
         ("docs/miniature.md", "miniature_sizes.csv", sizes_table(rows("miniature_sizes.csv", SizeRow))),
+        *(
+            ("docs/scale.md", "communication.csv", table(rows("communication.csv", CommunicationRow)))
+            for table in (bytes_table, scaling_table)
+        ),
+        ("docs/scale.md", "weak_scaling.csv", weak_scaling_table(rows("weak_scaling.csv", WeakScalingRow))),
         ("docs/self-supervised.md", "dino.csv", dino_table(rows("dino.csv", DinoResultRow))),
         ("docs/self-supervised.md", "dino_curves.csv", dino_curve_table(rows("dino_curves.csv", DinoCurveRow), 40)),
         ("docs/self-supervised.md", "dino_step.csv", dino_step_table(rows("dino_step.csv", DinoStepRow))),
