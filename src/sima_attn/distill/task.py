@@ -306,13 +306,13 @@ class Linearization(Task):
         """The best student on held-out images."""
         return self.best.network
 
-    def write_result(self, folder: RunFolder, about: dict[str, Any]) -> None:
+    def write_result(self, folder: RunFolder, about: dict[str, Any], *, first: bool) -> None:
         """Weights as of any run; of a model of transformers what `save_pretrained` writes."""
         network = self.result()
-        if isinstance(network, TimmInterface):
+        if not isinstance(network, TimmInterface):
+            super().write_result(folder, about, first=first)
+        elif first:
             save_folder(network, folder.path, Preprocessing.from_recipe(vars(self.recipe.data)))
-        else:
-            super().write_result(folder, about)
 
     def finish(self, summary: RunSummary) -> Linearized:
         """The result. The processes have parted: each one measures all held-out images."""

@@ -104,6 +104,8 @@ class Run:
     Attributes:
         batch: Images per optimiser step, summed over all processes and accumulation steps.
         accumulate: Gradient accumulation: passes per optimiser step.
+        strategy: Of several processes: "ddp" holds the whole model in each, "fsdp" a part of it.
+        timeout_minutes: How long a process waits for the others before the run ends with an error.
         compile: Compile the model with torch.compile.
         cuda_graph: Capture forward and backward pass in a CUDA graph, for small models that are limited by kernel
             launches. Not supported for detection, where image sizes vary.
@@ -119,6 +121,8 @@ class Run:
 
     batch: PositiveInt = 1024
     accumulate: PositiveInt = 1
+    strategy: Annotated[str, one_of("ddp", "fsdp")] = "ddp"
+    timeout_minutes: PositiveFloat = 10.0
     seed: NonNegativeInt = 0
     precision: Annotated[str, one_of("fp32", "bf16", "fp16")] = "fp32"
     compile: bool = False
@@ -131,6 +135,11 @@ class Run:
     eval_epochs: PositiveInt = 1
     log_steps: PositiveInt = 50
     threads: NonNegativeInt = 0
+
+    def check_not_sharded(self, why: str) -> None:
+        """Raise for the strategy fsdp, in a kind of run that does not support it."""
+        if self.strategy == "fsdp":
+            raise ValueError(f"{why}: run.strategy must be ddp, got fsdp")
 
 
 @dataclass(frozen=True)

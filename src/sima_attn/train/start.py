@@ -21,10 +21,12 @@ from sima_attn.data.loader import possible_batch
 from sima_attn.report.progress import RunProgress
 from sima_attn.train.checkpoint import checkpoints
 from sima_attn.train.curves import plot_learning_curve
+from sima_attn.train.elastic import continues_run, mark_job, restarts
 from sima_attn.train.engine import RunSummary, Task, TrainingLoop, start_fabric
 from sima_attn.train.recipe_files import sources_in, without_sources
 from sima_attn.train.recorded import check_can_be_recorded
 from sima_attn.train.run import RunFolder
+from sima_attn.train.sharded_checkpoint import remove_unfinished
 from sima_attn.train.stopping import RunInterrupted, StopSignals
 
 if TYPE_CHECKING:
@@ -50,14 +52,19 @@ def train_task(
     """
     check(recipe)
     folder = RunFolder(Path(out))
-    fabric = start_fabric(device, recipe.run.precision)
+    run = recipe.run
+    fabric = start_fabric(device, run.precision, run.strategy, run.timeout_minutes)
     first = fabric.is_global_zero
+    restarted = fabric.broadcast(first and not resume and continues_run(folder.path))
+    resume = resume or restarted
     with contextlib.ExitStack() as stack:
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(recipe.run.threads or torch.get_num_threads())
         progress = stack.enter_context(RunProgress(shown=first and not quiet))
         for note in notes:
             progress.say(note)
+        if restarted:
+            progress.say(f"torchrun has restarted this job ({restarts()}): the run in {folder.path} is resumed")
         resume_line = f"resume with: {resume_command(recipe.command, folder.path, device, fabric.world_size)}"
         stack.enter_context(_tells_how_to_resume(folder, fabric, progress, resume_line))
         if first:
@@ -66,10 +73,13 @@ def train_task(
                 stack.enter_context(folder.locked())
             for place in (folder.path, folder.checkpoints):
                 remove_leftovers(place)
+            if resume:
+                remove_unfinished(folder.checkpoints)
         plots = find_spec("matplotlib") is not None
         if not plots:
             progress.say(f"no learning curve will be plotted: it needs matplotlib, {install_command('plots')}")
-        task = build(_without_initial_weights(recipe, folder) if resume else recipe, fabric, progress)
+        by_hand = resume and not restarted  # a restarted job has its recipe from the command line, as at its start
+        task = build(_without_initial_weights(recipe, folder) if by_hand else recipe, fabric, progress)
         if recipe.run.cuda_graph:
             check_can_be_recorded(recipe.run, fabric, recordable=task.recordable)
 
@@ -79,14 +89,15 @@ def train_task(
                 folder.check(recipe, resume=False)  # another process may have started a run since the first check
             if first and not (resume and folder.read_recipe(type(recipe)) == recipe):
                 folder.write_recipe(recipe)  # data.path may have changed
+            if first:
+                mark_job(folder.path)
             fabric.barrier()
 
         loop = TrainingLoop(task, recipe, folder, fabric, progress)
         summary = loop.train(resume=resume, on_ready=begin)
-        if first:
-            task.write_result(folder, task.about(recipe))
-            if plots:
-                plot_learning_curve(folder.path, folder.curve, task.title)
+        task.write_result(folder, task.about(recipe), first=first)
+        if first and plots:
+            plot_learning_curve(folder.path, folder.curve, task.title)
         _end_together(fabric)
     return summary
 

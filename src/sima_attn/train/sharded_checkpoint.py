@@ -1,0 +1,143 @@
+"""Checkpoints of several processes, each of which writes what it holds; read by any number of processes.
+
+torch.distributed.checkpoint writes and reads them. All processes call these functions. The states of optimisers are
+saved by the names of parameters: torch's `get_optimizer_state_dict` makes a step to initialise those that are missing,
+such as that of DINO's last layer in the first epoch, and so changes the steps that follow.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint import load as load_distributed
+from torch.distributed.checkpoint import save as save_distributed
+
+from sima_attn._files import PREFIX
+from sima_attn.models.sharded_files import CHECKSUM, FILES, STATE, checksum, read_values, shapes_in
+from sima_attn.train.checkpoint import remove_old
+
+_OPTIMIZER = "optimizer"
+
+
+class _Writer(HuggingFaceStorageWriter):
+    """Writes into a temporary folder, which the first process renames when all have written."""
+
+    def __init__(self, path: Path, values: dict[str, Any]) -> None:
+        self.final, self.values = path, values
+        self.temporary = path.with_name(f"{PREFIX}{path.name}")
+        super().__init__(str(self.temporary), save_distributed=True)
+
+    def prepare_global_plan(self, plans: Any) -> Any:
+        """In the first process, before any writes: remove what a killed run has left."""
+        shutil.rmtree(self.temporary, ignore_errors=True)
+        self.temporary.mkdir(parents=True)
+        return super().prepare_global_plan(plans)
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        """In each process: its file, synchronised to the disk, and the checksum of the file."""
+        written = super().write_data(plan, planner)
+        for name in _files_of(written.wait()):
+            _write(self.temporary / (name + CHECKSUM), checksum(self.temporary / name))
+        return written
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        """In the first process, after all have written."""
+        files = sorted({name for written in results for name in _files_of(written)})
+        _write(self.temporary / STATE, json.dumps({**self.values, FILES: files}, indent=1))
+        shutil.rmtree(self.final, ignore_errors=True)  # a damaged one of the same step
+        os.replace(self.temporary, self.final)
+        remove_old(self.final.parent)
+
+
+def _files_of(written: Any) -> set[str]:
+    return {result.storage_data.relative_path for result in written}
+
+
+def _write(path: Path, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sharded_path(folder: Path, step: int) -> Path:
+    """The checkpoint folder after `step` steps."""
+    return folder / f"step-{step:08d}"
+
+
+def save_sharded(
+    path: Path, modules: Mapping[str, nn.Module], optimizer: torch.optim.Optimizer, values: dict[str, Any]
+) -> None:
+    """Write a checkpoint folder, then remove all but the last two.
+
+    Args:
+        modules: By name; "model" is the one whose parameters the optimiser has.
+        values: Plain values to save with the tensors.
+    """
+    names = _parameter_names(modules["model"], optimizer)
+    state = optimizer.state_dict()
+    tensors = _tensors_of(modules)
+    plain: dict[str, Any] = {}
+    for index, entries in state["state"].items():
+        for key, value in entries.items():
+            name = f"{_OPTIMIZER}/{names[index]}/{key}"
+            (tensors if isinstance(value, Tensor) else plain)[name] = value
+    values = {**values, "groups": state["param_groups"], "optimizer": plain}
+    alone = not torch.distributed.is_initialized()
+    try:
+        save_distributed(tensors, storage_writer=_Writer(path, values), no_dist=alone)
+    except CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from error
+
+
+def load_sharded(path: Path, modules: Mapping[str, nn.Module], optimizer: torch.optim.Optimizer) -> None:
+    """Load the tensors of a checkpoint into modules and optimiser; `read_values` returns its plain values."""
+    values = read_values(path)
+    names = _parameter_names(modules["model"], optimizer)
+    parameters = dict(modules["model"].named_parameters())
+    tensors, states = _tensors_of(modules), {name: {} for name in names}  # type: dict[str, Tensor], dict[str, Any]
+    for full_name, stored in shapes_in(path).items():
+        kind, _, name = full_name.partition("/")
+        if kind == _OPTIMIZER:
+            name, _, key = name.rpartition("/")
+            like = parameters[name]
+            # The states of a parameter are sharded as it is; counters are whole, and on the CPU until they are loaded.
+            same = stored.size == like.shape
+            dtype = stored.properties.dtype
+            tensors[full_name] = torch.empty_like(like, dtype=dtype) if same else torch.empty(stored.size, dtype=dtype)
+            states[name][key] = tensors[full_name]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process
+        load_distributed(tensors, storage_reader=HuggingFaceStorageReader(str(path)))
+    for full_name, value in values["optimizer"].items():
+        name, _, key = full_name.removeprefix(f"{_OPTIMIZER}/").rpartition("/")
+        states[name][key] = value
+    by_index = {index: states[name] for index, name in enumerate(names) if states[name]}
+    optimizer.load_state_dict({"state": by_index, "param_groups": values["groups"]})
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove the checkpoints that killed processes have begun; only for the process that holds the lock of the run."""
+    for left in folder.glob(f"{PREFIX}step-*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _tensors_of(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """The tensors of modules, which share their memory, under the names of module and tensor."""
+    states = {part: module.state_dict() for part, module in modules.items()}
+    return {f"{part}/{name}": tensor.detach() for part, state in states.items() for name, tensor in state.items()}
+
+
+def _parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """The names of the parameters of an optimiser, in its order."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
