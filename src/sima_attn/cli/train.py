@@ -98,6 +98,7 @@ def train_command(
     precision: option.Precision = None,
     compile_: CompileOption = False,
     cuda_graph: CudaGraphOption = False,
+    strategy: option.Strategy = None,
 ) -> None:
     """Train a model with a recipe. Runs on all processes of torchrun; after an interruption, add --resume."""
     check_installed()
@@ -106,7 +107,7 @@ def train_command(
 
     folder = out or Path("runs") / (recipe or "digits")
     options: dict[str, Any] = {"data.path": data, "data.val": val, "run.precision": precision}
-    options |= {"run.compile": compile_, "run.cuda_graph": cuda_graph}
+    options |= {"run.compile": compile_, "run.cuda_graph": cuda_graph, "run.strategy": strategy}
     choose = partial(choose_classifier, device=resolve_device(device))
     chosen = resolved(named_recipe, recipe, "digits", folder, resume, overrides, options, choose)
     folder = out or Path("runs") / (recipe or chosen.name)

@@ -6,6 +6,8 @@ import os
 import socket
 from pathlib import Path
 
+import torch
+
 from sima_attn._files import atomic_write
 
 _MARK = ".torchrun"  # in the folder of a run, the job that last trained it
@@ -30,6 +32,17 @@ def continues_run(folder: Path) -> bool:
     """
     mark = folder / _MARK
     return restarts() > 0 and mark.is_file() and mark.read_text() == _job()
+
+
+class LostProcessError(ConnectionError):
+    """Another process of the run has died, or does not answer."""
+
+
+def is_lost_process(error: BaseException) -> bool:
+    """Whether torch raised this error because a process does not answer; gloo raises a RuntimeError of its own."""
+    return isinstance(error, torch.distributed.DistError) or (
+        isinstance(error, RuntimeError) and "/gloo/" in str(error)
+    )
 
 
 def _job() -> str | None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sima_attn._errors import first_line
 from sima_attn._files import DiskFullError, disk_full_reason, remove_leftovers
 from sima_attn._install import install_command
 from sima_attn._settings import check
@@ -21,7 +22,7 @@ from sima_attn.data.loader import possible_batch
 from sima_attn.report.progress import RunProgress
 from sima_attn.train.checkpoint import checkpoints
 from sima_attn.train.curves import plot_learning_curve
-from sima_attn.train.elastic import continues_run, mark_job, restarts
+from sima_attn.train.elastic import LostProcessError, continues_run, is_lost_process, mark_job, restarts
 from sima_attn.train.engine import RunSummary, Task, TrainingLoop, start_fabric
 from sima_attn.train.recipe_files import sources_in, without_sources
 from sima_attn.train.recorded import check_can_be_recorded
@@ -140,6 +141,13 @@ def _tells_how_to_resume(folder: RunFolder, fabric: Fabric, progress: RunProgres
         _end_together(fabric)
         raise
     except Exception as error:
+        if is_lost_process(error):
+            minutes = f"{fabric.strategy._timeout.total_seconds() / 60:g}"  # type: ignore[attr-defined]
+            raise LostProcessError(
+                f"process {fabric.global_rank} has lost another process of the run, which has died or has not answered "
+                f"for {minutes} minutes (run.timeout_minutes): {first_line(error)}. The last checkpoint is intact: "
+                f"{resume_line}"
+            ) from error
         if (reason := disk_full_reason(error)) is None:
             raise
         raise DiskFullError(

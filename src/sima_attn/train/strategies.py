@@ -8,14 +8,36 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
+import torch
 from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from sima_attn.train.elastic import restarts
 
-class ShardedStrategy(DDPStrategy):
-    """The processes of DDP, for a module whose parameters `train.sharding.shard` has sharded.
+
+class ReplicatedStrategy(DDPStrategy):
+    """DDP, in a job that torchrun may restart."""
+
+    def _setup_distributed(self) -> None:
+        if restarts():
+            # torchrun keeps its store, in which a process would find the addresses of those that have died.
+            timeout: Any = self._timeout
+            store, rank, world = next(torch.distributed.rendezvous("env://", timeout=timeout))
+            torch.distributed.init_process_group(
+                self._get_process_group_backend(),
+                store=torch.distributed.PrefixStore(f"restart_{restarts()}", store),
+                rank=rank,
+                world_size=world,
+                timeout=timeout,
+                device_id=None if self.root_device.type == "cpu" else self.root_device,
+            )
+        super()._setup_distributed()  # which keeps a group that there is
+
+
+class ShardedStrategy(ReplicatedStrategy):
+    """The same processes, for a module whose parameters `train.sharding.shard` has sharded.
 
     Fabric's ModelParallelStrategy has its own initialisation and checkpoints, which would replace those of the loop.
     """
@@ -56,5 +78,5 @@ def strategy_of(name: str, timeout_minutes: float) -> DDPStrategy:
 
     A process waits for the others at most as long as `timeout_minutes`: one that hangs ends the run.
     """
-    kind = {"ddp": DDPStrategy, "fsdp": ShardedStrategy}[name]
+    kind = {"ddp": ReplicatedStrategy, "fsdp": ShardedStrategy}[name]
     return kind(timeout=timedelta(minutes=timeout_minutes))
