@@ -556,8 +556,11 @@ def test_killed_and_gone_on_with_equals_never_stopped(data, tmp_path):
         assert weights[0] == weights[1]
 
 
-def test_two_processes_give_the_numbers_of_one(data, tmp_path):
-    recipe = small_dino(data, "schedule.epochs=1")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_processes_give_the_numbers_of_one(data, tmp_path, strategy):
+    """With a frozen last layer, whose optimiser states begin later, and clipping by the norm of each whole gradient."""
+    frozen = ["distill.freeze_last_layer=1", "distill.clip=0.05"]
+    recipe = small_dino(data, "schedule.epochs=1", f"run.strategy={strategy}", *frozen)
     log = tmp_path / "log"
     assert forked.train_in_two(log, train_dino, recipe, tmp_path / "two", quiet=True) == [0, 0], log.read_text()
     finished, one = train(recipe, tmp_path / "one")

@@ -159,7 +159,10 @@ class NonFiniteError(ValueError):
 
 
 class RunSummary(NamedTuple):
-    """Metrics of the last evaluation, the averaged model (with run.ema), steps of the run, seconds of this process."""
+    """Metrics of the last evaluation, the averaged model, steps of the run, seconds of this process.
+
+    There is an averaged model with run.ema; of a sharded run it is only in the checkpoints.
+    """
 
     metrics: dict[str, float]
     ema: nn.Module | None
@@ -244,6 +247,7 @@ class TrainingLoop:
         self.schedule: Schedule | StepSchedule = recipe.schedule
         self.run: Run = recipe.run
         self.total = self.schedule.all_epochs * task.steps_per_epoch
+        self.sharded = self.run.strategy == "fsdp" and fabric.world_size > 1
         if self.run.grad_checkpointing:
             task.model.set_grad_checkpointing(True)  # type: ignore[operator]
         if fabric.world_size > 1 and fabric.device.type == "cuda":
@@ -276,20 +280,20 @@ class TrainingLoop:
     def place_model(self) -> Any:
         """Put the modules on the device, sharded with run.strategy=fsdp, and return the compiled model if asked for."""
         model, kept, run = self.task.model, self.task.state().values(), self.run
-        sharded = run.strategy == "fsdp" and self.fabric.world_size > 1
-        if not sharded:  # sharding moves them block by block, so that no device has to hold a whole one
+        if not self.sharded:  # sharding moves them block by block, so that no device has to hold a whole one
             for module in (model, *kept):
                 module.to(self.fabric.device)
         self.ema = Average(model, run.ema, warmup=run.ema_warmup) if run.ema else None
         compiled: Any = compile_blocks(model) if run.compile else model
-        if sharded:
+        if self.sharded:
             if compiled is not model:
                 raise ValueError(
                     "run.compile=true with run.strategy=fsdp compiles single blocks, and those of this model differ; "
                     "set run.compile=false or, if drop path grows from block to block, model.constant_drop_path=true"
                 )
+            mesh: Any = self.fabric.strategy.mesh  # type: ignore[attr-defined]
             for module in (model, *([self.ema.module] if self.ema else []), *kept):
-                shard(module, self.fabric.device)
+                shard(module, mesh, self.fabric.device)
         if self.ema:
             self.ema.track(model)
         return compiled
@@ -386,9 +390,8 @@ class TrainingLoop:
             del self.model  # DDP's wrapper holds the process group, which must be destroyed before the process exits
             if self.board is not None:
                 self.board.close()
-        return RunSummary(
-            self.metrics, self.ema.module if self.ema else None, self.step, time.monotonic() - self.started
-        )
+        average = self.ema.module if self.ema and not self.sharded else None
+        return RunSummary(self.metrics, average, self.step, time.monotonic() - self.started)
 
     def make_steps(self) -> None:
         """Make the remaining steps, with evaluations and checkpoints; a signal stops the run after the current step."""

@@ -7,11 +7,12 @@ such as that of DINO's last layer in the first epoch, and so changes the steps t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +93,9 @@ def save_sharded(
             name = f"{_OPTIMIZER}/{names[index]}/{key}"
             (tensors if isinstance(value, Tensor) else plain)[name] = value
     values = {**values, "groups": state["param_groups"], "optimizer": plain}
-    alone = not torch.distributed.is_initialized()
     try:
-        save_distributed(tensors, storage_writer=_Writer(path, values), no_dist=alone)
+        with _any_number_of_processes():
+            save_distributed(tensors, storage_writer=_Writer(path, values))
     except CheckpointException as error:
         raise next(iter(error.failures.values()))[0] from error
 
@@ -115,14 +116,21 @@ def load_sharded(path: Path, modules: Mapping[str, nn.Module], optimizer: torch.
             dtype = stored.properties.dtype
             tensors[full_name] = torch.empty_like(like, dtype=dtype) if same else torch.empty(stored.size, dtype=dtype)
             states[name][key] = tensors[full_name]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process
+    with _any_number_of_processes():
         load_distributed(tensors, storage_reader=HuggingFaceStorageReader(str(path)))
     for full_name, value in values["optimizer"].items():
         name, _, key = full_name.removeprefix(f"{_OPTIMIZER}/").rpartition("/")
         states[name][key] = value
     by_index = {index: states[name] for index, name in enumerate(names) if states[name]}
     optimizer.load_state_dict({"state": by_index, "param_groups": values["groups"]})
+
+
+@contextlib.contextmanager
+def _any_number_of_processes() -> Iterator[None]:
+    """Without torch's warning that there is no process group, which a run of one process does not need."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
 
 
 def remove_unfinished(folder: Path) -> None:

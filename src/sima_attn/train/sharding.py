@@ -7,15 +7,15 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from sima_attn.models.compiled import blocks_of
 
 
-def shard(module: nn.Module, device: torch.device) -> None:
-    """Shard the parameters of a module in place, over all processes, and move it to the device.
+def shard(module: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
+    """Shard the parameters of a module in place, over the processes of a mesh, and move it to the device.
 
     Each block is a group whose parameters are gathered for its forward and backward pass, and freed after each. What is
     outside of the blocks is gathered from the start of the forward pass to the end of the backward pass.
@@ -24,7 +24,6 @@ def shard(module: nn.Module, device: torch.device) -> None:
     used. So norms, losses and BatchNorm compute in float32 as with DDP, and both give the same numbers. A policy of
     bf16 would gather half the bytes, but would round the tokens between blocks and the weights of norms, too.
     """
-    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     for block in blocks_of(module):
         if any(True for _ in block.parameters()):
             fully_shard(block, mesh=mesh)

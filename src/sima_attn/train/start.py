@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from traceback import clear_frames
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,7 +61,7 @@ def train_task(
     resume = resume or restarted
     with contextlib.ExitStack() as stack:
         stack.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(recipe.run.threads or torch.get_num_threads())
+        torch.set_num_threads(run.threads or torch.get_num_threads())
         progress = stack.enter_context(RunProgress(shown=first and not quiet))
         for note in notes:
             progress.say(note)
@@ -79,10 +80,6 @@ def train_task(
         plots = find_spec("matplotlib") is not None
         if not plots:
             progress.say(f"no learning curve will be plotted: it needs matplotlib, {install_command('plots')}")
-        by_hand = resume and not restarted  # a restarted job has its recipe from the command line, as at its start
-        task = build(_without_initial_weights(recipe, folder) if by_hand else recipe, fabric, progress)
-        if recipe.run.cuda_graph:
-            check_can_be_recorded(recipe.run, fabric, recordable=task.recordable)
 
         def begin() -> None:  # called after data and settings are checked, so that wrong ones leave no folder behind
             if first and not resume:
@@ -94,11 +91,19 @@ def train_task(
                 mark_job(folder.path)
             fabric.barrier()
 
-        loop = TrainingLoop(task, recipe, folder, fabric, progress)
-        summary = loop.train(resume=resume, on_ready=begin)
-        task.write_result(folder, task.about(recipe), first=first)
-        if first and plots:
-            plot_learning_curve(folder.path, folder.curve, task.title)
+        def train() -> RunSummary:  # what it holds is dropped before the process group ends
+            by_hand = resume and not restarted  # a restarted job has the recipe of its start, from the command line
+            task = build(_without_initial_weights(recipe, folder) if by_hand else recipe, fabric, progress)
+            if run.cuda_graph:
+                check_can_be_recorded(run, fabric, recordable=task.recordable)
+            loop = TrainingLoop(task, recipe, folder, fabric, progress)
+            summary = loop.train(resume=resume, on_ready=begin)
+            task.write_result(folder, task.about(recipe), first=first)
+            if first and plots:
+                plot_learning_curve(folder.path, folder.curve, task.title)
+            return summary
+
+        summary = train()
         _end_together(fabric)
     return summary
 
@@ -134,10 +139,11 @@ def _tells_how_to_resume(folder: RunFolder, fabric: Fabric, progress: RunProgres
         # A process that waits for others does not get to its handler: with several, the default action stays.
         with signals if fabric.world_size == 1 else contextlib.nullcontext():
             yield
-    except RunInterrupted:
+    except RunInterrupted as interruption:
         if signals.received is not None:
             progress.say(f"stopped by {signals.received.name}; there is nothing to save")
         progress.say(resume_line if folder.recipe_file.exists() else "start again with the same command")
+        clear_frames(interruption.__traceback__)
         _end_together(fabric)
         raise
     except Exception as error:
@@ -162,6 +168,7 @@ def _end_together(fabric: Fabric) -> None:
     if fabric.world_size > 1:
         # Threads of the process group run until nothing refers to it. One that drops a tensor while Python shuts down
         # aborts the process, so the wrapped model, which is part of a reference cycle, has to be collected first.
+        fabric.strategy.release_group()  # type: ignore[attr-defined]
         gc.collect()
         torch.distributed.destroy_process_group()
 

@@ -6,12 +6,14 @@ import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
 from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from sima_attn.train.elastic import restarts
@@ -19,6 +21,9 @@ from sima_attn.train.elastic import restarts
 
 class ReplicatedStrategy(DDPStrategy):
     """DDP, in a job that torchrun may restart."""
+
+    def release_group(self) -> None:
+        """Drop all references to the process group that torch would keep; called before it is destroyed."""
 
     def _setup_distributed(self) -> None:
         if restarts():
@@ -45,6 +50,15 @@ class ShardedStrategy(ReplicatedStrategy):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._backward_sync_control = _GradientSync()
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """All processes, in one dimension."""
+        return init_device_mesh(self.root_device.type, (self.world_size,))
+
+    def release_group(self) -> None:
+        """That of the mesh, which caches of DTensor keep until the process ends."""
+        self.mesh._pg_registry.clear()
 
     def setup_module(self, module: nn.Module) -> Any:
         """The module itself: it averages its gradients without a wrapper."""
