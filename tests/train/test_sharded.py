@@ -35,13 +35,6 @@ def sharded(data, **run):
     return small_recipe(data, run={"strategy": "fsdp", "batch": 12, "log_steps": 1, **run}, epochs=3)
 
 
-def run_and_kill(train, task, killed, step, *arguments, **options):
-    """Train; process `killed` dies of `kill -9` after a step."""
-    if int(os.environ["RANK"]) == killed:
-        forked._at_step(task, step, lambda self: os.kill(os.getpid(), signal.SIGKILL))
-    train(*arguments, device="cpu", **options)
-
-
 def losses(folder):
     return [float(row["loss"]) for row in read_log(folder / "train.csv")]
 
@@ -74,7 +67,7 @@ def test_two_processes_give_the_numbers_of_one(data, tmp_path):
 def test_killed_and_resumed_by_fewer_processes(data, tmp_path):
     """Saved by three, resumed by two, which are killed as well, and then by one, without a process group."""
     recipe, log, out = sharded(data, checkpoint_steps=2, ema=0.8), tmp_path / "log", tmp_path / "run"
-    killed = (run_and_kill, train_classifier, Classification, 1)
+    killed = (forked.train_until_killed, train_classifier, Classification, 1)
     assert -signal.SIGKILL in forked.run_group(log, 3, *killed, 3, recipe, out)
     assert load_newest(out / "checkpoints")["step"] == 2
     assert -signal.SIGKILL in forked.run_group(log, 2, *killed, 5, recipe, out, resume=True)
@@ -111,7 +104,7 @@ def elastic_job(train, recipe, out):
 
 def killed_once(train, recipe, out):
     first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-    run_and_kill(train, Classification, 1 if first else None, 3, recipe, out)
+    forked.train_until_killed(train, Classification, 1 if first else None, 3, recipe, out)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

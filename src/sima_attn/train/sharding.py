@@ -17,8 +17,9 @@ from sima_attn.models.compiled import blocks_of
 def shard(module: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
     """Shard the parameters of a module in place, over the processes of a mesh, and move it to the device.
 
-    Each block is a group whose parameters are gathered for its forward and backward pass, and freed after each. What is
-    outside of the blocks is gathered from the start of the forward pass to the end of the backward pass.
+    Each block is a group, and what is outside of the blocks is one. Its parameters are gathered for its forward and
+    its backward pass, and freed after each: also those of the outermost group, which torch would free after a backward
+    pass only, and a teacher has none.
 
     There is no mixed-precision policy: parameters are gathered in float32, and autocast converts them where they are
     used. So norms, losses and BatchNorm compute in float32 as with DDP, and both give the same numbers. A policy of
@@ -27,7 +28,7 @@ def shard(module: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
     for block in blocks_of(module):
         if any(True for _ in block.parameters()):
             fully_shard(block, mesh=mesh)
-    fully_shard(module, mesh=mesh)
+    fully_shard(module, mesh=mesh, reshard_after_forward=True)
     module.to(device)  # buffers
 
 
@@ -46,7 +47,7 @@ def gathered(*modules: nn.Module) -> Iterator[None]:
     finally:
         for group in groups:
             group.reshard()
-            group.set_reshard_after_forward(group not in modules, recurse=False)
+            group.set_reshard_after_forward(True, recurse=False)
 
 
 def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
