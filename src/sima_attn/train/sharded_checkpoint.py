@@ -26,7 +26,7 @@ from sima_attn._files import PREFIX
 from sima_attn.models.sharded_files import CHECKSUM, FILES, STATE, checksum, read_values, shapes_in
 from sima_attn.train.checkpoint import remove_old
 
-_OPTIMIZER = "optimizer"
+_OPTIMIZER, _GROUP = "optimizer", "group"  # first parts of the names of tensors, beside those of modules
 
 
 class _Writer(HuggingFaceStorageWriter):
@@ -87,12 +87,18 @@ def save_sharded(
     names = _parameter_names(modules["model"], optimizer)
     state = optimizer.state_dict()
     tensors = _tensors_of(modules)
-    plain: dict[str, Any] = {}
+    plain: dict[str, Any] = {name: {} for name in names}
     for index, entries in state["state"].items():
         for key, value in entries.items():
-            name = f"{_OPTIMIZER}/{names[index]}/{key}"
-            (tensors if isinstance(value, Tensor) else plain)[name] = value
-    values = {**values, "groups": state["param_groups"], "optimizer": plain}
+            if isinstance(value, Tensor):
+                tensors[f"{_OPTIMIZER}/{names[index]}/{key}"] = value
+            else:
+                plain[names[index]][key] = value
+    groups = []
+    for index, group in enumerate(state["param_groups"]):  # LAMB of timm has a tensor in them, others plain values
+        tensors |= {f"{_GROUP}/{index}/{key}": value for key, value in group.items() if isinstance(value, Tensor)}
+        groups.append({key: value for key, value in group.items() if not isinstance(value, Tensor)})
+    values = {**values, "groups": groups, "optimizer": plain}
     try:
         with _any_number_of_processes():
             save_distributed(tensors, storage_writer=_Writer(path, values))
@@ -105,24 +111,23 @@ def load_sharded(path: Path, modules: Mapping[str, nn.Module], optimizer: torch.
     values = read_values(path)
     names = _parameter_names(modules["model"], optimizer)
     parameters = dict(modules["model"].named_parameters())
-    tensors, states = _tensors_of(modules), {name: {} for name in names}  # type: dict[str, Tensor], dict[str, Any]
+    tensors, states, groups = _tensors_of(modules), values["optimizer"], values["groups"]
     for full_name, stored in shapes_in(path).items():
         kind, _, name = full_name.partition("/")
-        if kind == _OPTIMIZER:
-            name, _, key = name.rpartition("/")
-            like = parameters[name]
-            # The states of a parameter are sharded as it is; counters are whole, and on the CPU until they are loaded.
-            same = stored.size == like.shape
-            dtype = stored.properties.dtype
-            tensors[full_name] = torch.empty_like(like, dtype=dtype) if same else torch.empty(stored.size, dtype=dtype)
-            states[name][key] = tensors[full_name]
+        if kind not in (_OPTIMIZER, _GROUP):
+            continue
+        name, _, key = name.rpartition("/")
+        like, dtype = parameters.get(name), stored.properties.dtype
+        # The states of a parameter are sharded as it is; counters are whole, and on the CPU until they are loaded.
+        if like is not None and stored.size == like.shape:
+            tensor = torch.empty_like(like, dtype=dtype)
+        else:
+            tensor = torch.empty(stored.size, dtype=dtype)
+        tensors[full_name] = (states[name] if kind == _OPTIMIZER else groups[int(name)])[key] = tensor
     with _any_number_of_processes():
         load_distributed(tensors, storage_reader=HuggingFaceStorageReader(str(path)))
-    for full_name, value in values["optimizer"].items():
-        name, _, key = full_name.removeprefix(f"{_OPTIMIZER}/").rpartition("/")
-        states[name][key] = value
     by_index = {index: states[name] for index, name in enumerate(names) if states[name]}
-    optimizer.load_state_dict({"state": by_index, "param_groups": values["groups"]})
+    optimizer.load_state_dict({"state": by_index, "param_groups": groups})
 
 
 @contextlib.contextmanager
