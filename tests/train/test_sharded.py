@@ -7,8 +7,10 @@ import signal
 import pytest
 import torch
 from test_resume import assert_same_state, logged
+from typer.testing import CliRunner
 
 import forked
+from sima_attn import cli
 from sima_attn._settings import check, with_overrides
 from sima_attn.detect.recipes import named_recipe as named_detect_recipe
 from sima_attn.distill.recipes import LinearizeRecipe, Stages, Transfer
@@ -156,6 +158,37 @@ def test_one_process_alone_writes_the_same_folders_and_resumes_from_them(data, t
     assert {path.name for path in folder.checkpoints.iterdir()} == {"step-00000004", "step-00000006"}
     assert_same_state(*(load_newest(run / "checkpoints") for run in (folder.path, tmp_path / "whole")))
     assert logged(folder.path, "train") == logged(tmp_path / "whole", "train")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["optim.lr=1e30"], "of step 2 is not finite"),  # both processes look for the module, one without the other
+        (["run.compile=true", "model.drop_path=0.2", "model.constant_drop_path=false"], "compiles single blocks"),
+    ],
+    ids=["not finite", "compiled"],
+)
+def test_a_run_that_cannot_go_on_ends_in_all_processes_and_says_why(data, tmp_path, settings, message):
+    log = tmp_path / "log"
+    recipe = with_overrides(sharded(data), settings)
+    assert forked.train_in_two(log, train_classifier, recipe, tmp_path / "run") == [1, 1]
+    assert log.read_text().count(message) == 2
+
+
+def test_a_signal_stops_all_processes_after_the_same_step(data, tmp_path):
+    recipe, log, out = sharded(data), tmp_path / "log", tmp_path / "run"
+    assert forked.train_in_two(log, train_classifier, recipe, out, stop=(Classification, 2)) == [143, 143]
+    assert "stopped by SIGTERM after step 3 of 6" in log.read_text()
+    assert load_newest(out / "checkpoints")["step"] == 3
+
+
+def test_the_command_says_that_one_process_shards_nothing(data, tmp_path):
+    settings = ["data.size=16", "data.cache=false", "schedule.epochs=1", "schedule.warmup_epochs=0"]
+    command = ["train", "--strategy", "fsdp", "--data", str(data), "--out", str(tmp_path / "run"), "--device", "cpu"]
+    done = CliRunner().invoke(cli.app, [*command, *(f"--set={setting}" for setting in settings)])
+    assert done.exit_code == 0, done.output
+    assert "there is one process, so run.strategy=fsdp shards nothing; start several with torchrun" in done.stderr
+    assert [path.is_dir() for path in checkpoints(tmp_path / "run" / "checkpoints")] == [True, True]
 
 
 @pytest.fixture(scope="module")

@@ -286,6 +286,10 @@ class TrainingLoop:
         self.ema = Average(model, run.ema, warmup=run.ema_warmup) if run.ema else None
         compiled: Any = compile_blocks(model) if run.compile else model
         if self.sharded:
+            if not self.task.calls_wrapper:
+                raise ValueError(
+                    f"{type(self.task).__name__} calls parts of its model: run.strategy must be ddp, got fsdp"
+                )
             if compiled is not model:
                 raise ValueError(
                     "run.compile=true with run.strategy=fsdp compiles single blocks, and those of this model differ; "

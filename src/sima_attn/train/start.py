@@ -67,6 +67,8 @@ def train_task(
             progress.say(note)
         if restarted:
             progress.say(f"torchrun has restarted this job ({restarts()}): the run in {folder.path} is resumed")
+        if run.strategy == "fsdp" and fabric.world_size == 1:
+            progress.say("there is one process, so run.strategy=fsdp shards nothing; start several with torchrun")
         resume_line = f"resume with: {resume_command(recipe.command, folder.path, device, fabric.world_size)}"
         stack.enter_context(_tells_how_to_resume(folder, fabric, progress, resume_line))
         if first:
