@@ -160,11 +160,14 @@ def test_one_process_alone_writes_the_same_folders_and_resumes_from_them(data, t
     assert logged(folder.path, "train") == logged(tmp_path / "whole", "train")
 
 
+UNEQUAL_BLOCKS = ["model.kwargs.depth=3", "model.drop_path=0.2", "model.constant_drop_path=false", "run.compile=true"]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         (["optim.lr=1e30"], "of step 2 is not finite"),  # both processes look for the module, one without the other
-        (["run.compile=true", "model.drop_path=0.2", "model.constant_drop_path=false"], "compiles single blocks"),
+        (UNEQUAL_BLOCKS, "compiles single blocks, and those of this model differ"),
     ],
     ids=["not finite", "compiled"],
 )

@@ -297,7 +297,7 @@ class TrainingLoop:
                 )
             mesh: Any = self.fabric.strategy.mesh  # type: ignore[attr-defined]
             for module in (model, *([self.ema.module] if self.ema else []), *kept):
-                shard(module, mesh, self.fabric.device)
+                shard(module, mesh)
         if self.ema:
             self.ema.track(model)
         return compiled

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from sima_attn.models.compiled import blocks_of
 
 
-def shard(module: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
-    """Shard the parameters of a module in place, over the processes of a mesh, and move it to the device.
+def shard(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard the parameters of a module in place, over the processes of a mesh, and move it to the device of each.
 
     Each block is a group, and what is outside of the blocks is one. Its parameters are gathered for its forward and
     its backward pass, and freed after each: also those of the outermost group, which torch would free after a backward
@@ -29,7 +29,6 @@ def shard(module: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
         if any(True for _ in block.parameters()):
             fully_shard(block, mesh=mesh)
     fully_shard(module, mesh=mesh, reshard_after_forward=True)
-    module.to(device)  # buffers
 
 
 @contextlib.contextmanager
