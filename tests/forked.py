@@ -93,6 +93,13 @@ def _at_step(task, step, act):
     task.after_step = after
 
 
+def train_until_killed(train, task, rank, step, *arguments, **options):
+    """Train as one process of a group; the one of that rank dies as of `kill -9` when the step is made."""
+    if int(os.environ["RANK"]) == rank:
+        _at_step(task, step, lambda self: os.kill(os.getpid(), signal.SIGKILL))
+    train(*arguments, device="cpu", **options)
+
+
 def run_group(log: Path, world: int, function, *arguments, **options) -> list[int]:
     """Call the function in each of `world` processes with torchrun's variables. The exit codes."""
     with socket.socket() as free:

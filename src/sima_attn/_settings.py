@@ -168,7 +168,7 @@ def flat(settings: Any, prefix: str = "") -> dict[str, Any]:
 # Settings that may differ when a run is resumed: none of them changes the weights. Images may have been moved; the
 # checkpoint records their number and classes, which are compared instead of the path.
 MAY_CHANGE = {"data.path", "data.workers", "run.checkpoint_minutes", "run.checkpoint_steps"}
-MAY_CHANGE |= {"report.speed", "report.photos"}
+MAY_CHANGE |= {"run.timeout_minutes", "report.speed", "report.photos"}
 
 
 def differences(old: Any, new: Any) -> list[str]:

@@ -569,6 +569,30 @@ def test_two_processes_give_the_numbers_of_one(data, tmp_path):
         assert torch.allclose(two["task"]["centre"][name], weight, atol=1e-4), name
 
 
+def test_sharded_student_and_teacher_killed_and_resumed_by_one_process(data, tmp_path):
+    """With a last layer that is frozen at first, so that it has no optimiser state in the checkpoint, and clipping."""
+    settings = ["run.checkpoint_steps=2", "distill.freeze_last_layer=1", "distill.clip=0.05"]
+    plain, log, out = small_dino(data, *settings), tmp_path / "log", tmp_path / "run"
+    recipe = with_overrides(plain, ["run.strategy=fsdp"])
+    killed = (forked.train_until_killed, train_dino, Dino, 1, 3)
+    assert -signal.SIGKILL in forked.run_group(log, 2, *killed, recipe, out)
+    saved = load_newest(out / "checkpoints")
+    assert saved["step"] == 2
+    unfinished = load_backbone(out).model.state_dict()
+    assert all(torch.equal(weight, saved["task"]["teacher"][f"backbone.{name}"]) for name, weight in unfinished.items())
+    train_dino(recipe, out, resume=True, device="cpu", quiet=True)
+    finished, whole = train(plain, tmp_path / "whole")
+    resumed = load_newest(out / "checkpoints")
+    rows = [read_log(folder / "train.csv") for folder in (out, tmp_path / "whole")]
+    assert len(rows[0]) == len(rows[1]) == 6
+    for name in ("loss", "teacher_entropy", "grad_norm"):  # the other numbers are those of the batch of a process
+        assert [float(row[name]) for row in rows[0]] == pytest.approx([float(row[name]) for row in rows[1]], rel=1e-4)
+    assert resumed["metrics"] == pytest.approx(finished.metrics)
+    for part in ("teacher", "centre"):
+        for name, weight in whole["task"][part].items():
+            assert torch.allclose(resumed["task"][part][name], weight, atol=1e-4), name
+
+
 def test_a_fresh_start_in_a_folder_and_another_recipe_are_refused(data, tmp_path):
     recipe = small_dino(data, "schedule.epochs=1", "probe.bank=0")
     train(recipe, tmp_path / "run")

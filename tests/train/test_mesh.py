@@ -116,6 +116,12 @@ def test_the_number_of_processes(tmp_path):
         batch_share(recipe.run, 0, 6)
 
 
+def test_images_are_not_split_where_parameters_are_sharded():
+    check(Run(mesh="data=2", strategy="fsdp"))
+    with pytest.raises(ValueError, match=r"run.mesh=sequence=2 splits images .* set run.strategy=ddp, or omit the mesh"):
+        check(Run(mesh="sequence=2", strategy="fsdp"))
+
+
 def test_other_commands_refuse_a_mesh(tmp_path):
     for command in ("dino", "detect train", "linearize"):
         with pytest.raises(ValueError, match=f"run.mesh is for `sima train` and `sima finetune`; `sima {command}`"):

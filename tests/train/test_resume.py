@@ -301,9 +301,12 @@ def test_a_checkpoint_that_fails_while_written_leaves_the_one_before(tmp_path, m
     assert load_newest(tmp_path)["step"] == 1
 
 
-@pytest.mark.parametrize("limit", [5000, 1], ids=["checkpoint", "log"])
-def test_a_full_disk_leaves_the_last_checkpoint_and_says_how_to_resume(tmp_path, monkeypatch, limit):
-    recipe = small_recipe(class_folders(tmp_path / "data"), run={"checkpoint_steps": 1, "log_steps": 1})
+@pytest.mark.parametrize(
+    ("limit", "strategy"), [(5000, "ddp"), (5000, "fsdp"), (1, "ddp")], ids=["checkpoint", "sharded checkpoint", "log"]
+)
+def test_a_full_disk_leaves_the_last_checkpoint_and_says_how_to_resume(tmp_path, monkeypatch, limit, strategy):
+    run = {"checkpoint_steps": 1, "log_steps": 1, "strategy": strategy}
+    recipe = small_recipe(class_folders(tmp_path / "data"), run=run)
     out = tmp_path / "a run"
     with contextlib.ExitStack() as stack:
         after_step = Classification.after_step

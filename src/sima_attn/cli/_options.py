@@ -72,6 +72,9 @@ Settings = Annotated[
 ]
 Resume = Annotated[bool, Option("--resume", help="Resume the run in the folder.")]
 Precision = Annotated[str | None, Option(help="fp32, bf16 or fp16. Default: the recipe's.")]
+Strategy = Annotated[
+    str | None, Option(help="Of the processes of torchrun: ddp, or fsdp, which shards the parameters. Default: ddp.")
+]
 # The model, as `load_model` takes it: `--model` in every command.
 MODEL = "A model name, NAME=WEIGHTS, the folder of a run, a checkpoint or weights."
 Model = Annotated[str | None, Option(help=MODEL, show_default="the model in the package")]

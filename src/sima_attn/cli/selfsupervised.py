@@ -47,6 +47,7 @@ def dino_command(
     precision: option.Precision = None,
     compile_: CompileOption = False,
     cuda_graph: CudaGraphOption = False,
+    strategy: option.Strategy = None,
 ) -> None:
     """Learn features without labels (DINO). Runs on all processes of torchrun; after an interruption, add --resume."""
     check_installed()
@@ -55,6 +56,7 @@ def dino_command(
 
     folder = out or Path("runs") / f"dino-{recipe or 'digits'}"
     options = {"data.path": data, "run.precision": precision, "run.compile": compile_, "run.cuda_graph": cuda_graph}
+    options |= {"run.strategy": strategy}
     choose = partial(choose_dino, device=resolve_device(device))
     chosen = resolved(named_dino_recipe, recipe, "digits", folder, resume, overrides, options, choose)
     folder = out or Path("runs") / f"dino-{recipe or chosen.name}"

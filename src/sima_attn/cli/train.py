@@ -102,6 +102,7 @@ def train_command(
     compile_: CompileOption = False,
     cuda_graph: CudaGraphOption = False,
     mesh: MeshOption = None,
+    strategy: option.Strategy = None,
 ) -> None:
     """Train a model with a recipe. Runs on all processes of torchrun; after an interruption, add --resume."""
     check_installed()
@@ -110,7 +111,7 @@ def train_command(
 
     folder = out or Path("runs") / (recipe or "digits")
     options: dict[str, Any] = {"data.path": data, "data.val": val, "run.precision": precision}
-    options |= {"run.compile": compile_, "run.cuda_graph": cuda_graph, "run.mesh": mesh}
+    options |= {"run.compile": compile_, "run.cuda_graph": cuda_graph, "run.mesh": mesh, "run.strategy": strategy}
     choose = partial(choose_classifier, device=resolve_device(device))
     chosen = resolved(named_recipe, recipe, "digits", folder, resume, overrides, options, choose)
     folder = out or Path("runs") / (recipe or chosen.name)

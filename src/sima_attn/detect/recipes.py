@@ -90,6 +90,10 @@ class DetectRecipe:
     schedule: StepSchedule
     run: Run
 
+    def check_relations(self) -> None:
+        """Raise for settings of other runs that detection does not support."""
+        self.run.check_not_sharded("detection calls parts of the model in each process")
+
 
 def coco() -> DetectRecipe:
     """Mask R-CNN on XCiT-S12/16 with SimA, COCO, 36 epochs; box AP 44.8 and mask AP 40.3 in the paper."""

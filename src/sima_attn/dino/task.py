@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,7 @@ from sima_attn.report.progress import RunProgress
 from sima_attn.train.batch_picture import save_sheet, to_pictures
 from sima_attn.train.classify import output_at
 from sima_attn.train.engine import RunSummary, Task
+from sima_attn.train.sharding import local_parts, norms
 from sima_attn.train.start import train_task, with_possible_batch
 
 if TYPE_CHECKING:
@@ -238,9 +240,6 @@ class Dino(Task):
         self.teacher.requires_grad_(False)
         if fabric.world_size > 1 and fabric.device.type == "cuda":
             self.teacher = nn.SyncBatchNorm.convert_sync_batchnorm(self.teacher)  # the loop converts the student
-        # Collected once: listing parameters takes milliseconds per step while the device waits.
-        self.student_parameters: list[Tensor] = list(self.model.parameters())
-        self.teacher_parameters: list[Tensor] = list(self.teacher.parameters())
         self.crop = CropBatch(recipe.crops, recipe.data).to(fabric.device)
         self.teach: Any = self.teacher
         if recipe.run.compile:
@@ -250,6 +249,14 @@ class Dino(Task):
         self.temperature = torch.zeros((), device=fabric.device)  # of the teacher
         # Mean of the teacher's outputs and information, summed over the parts of a step. [K + 1]
         self.teacher_sums = torch.zeros(recipe.distill.out_dim + 1, device=fabric.device)
+
+    @cached_property
+    def student_and_teacher(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Their parameters, or the parts of them in this process; first used when they are sharded, if they are.
+
+        Collected once: listing parameters takes milliseconds per step while the device waits.
+        """
+        return local_parts(self.model.parameters()), local_parts(self.teacher.parameters())
 
     def batches(self, start: int, stop: int) -> Iterator[Tensor]:
         """Images of this process: uint8 [B, 3, S, S] from the cache, or their views as rows of bytes."""
@@ -305,9 +312,9 @@ class Dino(Task):
         """Clip the gradient of each parameter, and drop those of the last layer while it is frozen."""
         distill = self.recipe.distill
         if distill.clip is not None:
-            gradients = [p.grad for p in self.student_parameters if p.grad is not None]
-            norms = torch.stack(torch._foreach_norm(gradients))
-            torch._foreach_mul_(gradients, list((distill.clip / (norms + 1e-6)).clamp(max=1).unbind()))
+            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            factors = (distill.clip / (norms(gradients) + 1e-6)).clamp(max=1)
+            torch._foreach_mul_(local_parts(gradients), list(factors.unbind()))
         if step < distill.freeze_last_layer * self.steps_per_epoch:
             for p in self.model.head.last_layer.parameters():
                 p.grad = None  # with a zero gradient the optimiser would still apply weight decay
@@ -316,7 +323,8 @@ class Dino(Task):
         """Update teacher and centre; stop the run if the teacher has collapsed."""
         momentum = cosine(self.recipe.distill.momentum, 1.0, step - 1, self.total)
         with torch.no_grad():  # parameters alone: the teacher keeps its own buffers
-            torch._foreach_lerp_(self.teacher_parameters, self.student_parameters, 1 - momentum)
+            student, teacher = self.student_and_teacher
+            torch._foreach_lerp_(teacher, student, 1 - momentum)
         if self.cache is None and step % self.recipe.run.log_steps == 0:
             self.broken.gather()
         means = self.teacher_sums / self.recipe.run.accumulate

@@ -158,6 +158,7 @@ class LinearizeRecipe:
                     f"the student learns from outputs, not from labels: {setting} must be 0 without a stage of "
                     f"fine-tuning, got {value}"
                 )
+        self.run.check_not_sharded("linearizing calls parts of teacher and student in each process")
         if self.data.val is not None:
             raise ValueError(f"data.val must be none, got {self.data.val}: set transfer.held_out instead")
         if self.data.cache and self.augment.randaugment is not None:

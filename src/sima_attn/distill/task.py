@@ -57,6 +57,7 @@ from sima_attn.train.batch_picture import draw_labelled
 from sima_attn.train.best import Best
 from sima_attn.train.checkpoint import load_newest
 from sima_attn.train.classify import create_mixup, label_loss, mixed
+from sima_attn.train.elastic import continues_run
 from sima_attn.train.engine import Task
 from sima_attn.train.run import RunFolder
 from sima_attn.train.start import train_task
@@ -306,13 +307,13 @@ class Linearization(Task):
         """The best student on held-out images."""
         return self.best.network
 
-    def write_result(self, folder: RunFolder, about: dict[str, Any]) -> None:
+    def write_result(self, folder: RunFolder, about: dict[str, Any], *, first: bool) -> None:
         """Weights as of any run; of a model of transformers what `save_pretrained` writes."""
         network = self.result()
-        if isinstance(network, TimmInterface):
+        if not isinstance(network, TimmInterface):
+            super().write_result(folder, about, first=first)
+        elif first:
             save_folder(network, folder.path, Preprocessing.from_recipe(vars(self.recipe.data)))
-        else:
-            super().write_result(folder, about)
 
     def finish(self, summary: RunSummary) -> Linearized:
         """The result. The processes have parted: each one measures all held-out images."""
@@ -399,7 +400,8 @@ def train_linearization(
     notes: Sequence[str] = (),
 ) -> Linearized:
     """Teach by a recipe into a folder, or resume the run in it, which has the teacher in its checkpoints."""
-    saved = load_newest(RunFolder(Path(out)).checkpoints) if resume else None
+    resumed = resume or continues_run(Path(out))
+    saved = load_newest(RunFolder(Path(out)).checkpoints) if resumed else None
     record = Record.from_dict(saved["about"]["record"]) if saved else None
     if teacher is not None and saved is not None:
         _check_same_weights(teacher, saved["task"]["teacher"], out)

@@ -1,5 +1,6 @@
 """torch.compile for models of many equal blocks, which share one compilation."""
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -10,6 +11,16 @@ BLOCK_LISTS = ("blocks", "cls_attn_blocks")  # names of the lists of blocks in t
 LAST_BEFORE_BLOCKS = "pos_drop"  # name of the module before the first block
 
 
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The blocks of a model, in their order; empty if it has no list of them."""
+    lists = [
+        part
+        for name, part in model.named_modules()
+        if name.rsplit(".", 1)[-1] in BLOCK_LISTS and isinstance(part, nn.Sequential | nn.ModuleList)
+    ]
+    return list(chain.from_iterable(lists))
+
+
 def compile_blocks(model: nn.Module, **options: Any) -> Any:
     """The compiled model: its blocks are compiled in place if they are equal, otherwise the whole model is.
 
@@ -18,12 +29,7 @@ def compile_blocks(model: nn.Module, **options: Any) -> Any:
     code. `options` are those of torch.compile.
     """
     options = {"dynamic": False, **options}
-    blocks = [
-        block
-        for name, part in model.named_modules()
-        if name.rsplit(".", 1)[-1] in BLOCK_LISTS and isinstance(part, nn.Sequential | nn.ModuleList)
-        for block in part
-    ]
+    blocks = blocks_of(model)
     rates = {module.drop_prob for module in model.modules() if isinstance(module, DropPath)}
     if not blocks or len(rates) > 1:
         return torch.compile(model, **options)

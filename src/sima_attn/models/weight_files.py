@@ -15,16 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sima_attn.models.sharded_files import check_whole, is_sharded, read_sharded
+
 StateDict = dict[str, Tensor]
 WRAPPERS = ("model", "state_dict")
 RECIPE, WEIGHTS, CHECKPOINTS = "recipe.yaml", "weights.safetensors", "checkpoints"  # in the folder of a run
 ABOUT = "about"  # key of the metadata in a .safetensors file and in a checkpoint
 SEAL = "sima_attn.converted_attentions"  # a tensor in a file of `save`, which no model has
-_CHECKPOINT = re.compile(r"step-(\d+)\.pt")
+_CHECKPOINT = re.compile(r"step-(\d+)(\.pt)?")  # a file, or a folder of several processes
 
 
 def weights_of_run(folder: Path, *, branch: str | None = None) -> Path:
-    """The weights of a run; its newest checkpoint while it is running, and for a branch."""
+    """The weights of a run; its newest checkpoint while it is running, and for a branch. A checkpoint is its own."""
+    if is_sharded(folder):
+        return folder
     weights = folder / WEIGHTS
     if weights.is_file() and branch is None:
         return weights
@@ -41,8 +45,8 @@ def weights_of_run(folder: Path, *, branch: str | None = None) -> Path:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Paths of all files named as checkpoints, the newest first."""
-    found = [path for path in folder.glob("step-*.pt") if _CHECKPOINT.fullmatch(path.name)]
+    """Paths of all that is named as a checkpoint, file or folder, the newest first."""
+    found = [path for path in folder.glob("step-*") if _CHECKPOINT.fullmatch(path.name)]
     return sorted(found, key=lambda path: -int(_CHECKPOINT.fullmatch(path.name)[1]))  # type: ignore[index]
 
 
@@ -82,7 +86,7 @@ def read_about(path: Path) -> dict[str, Any]:
     """The metadata that a run wrote into a .safetensors file or a checkpoint; empty for a file of another origin."""
     from safetensors import SafetensorError, safe_open
 
-    if not path.is_file():
+    if not path.is_file() and not is_sharded(path):
         raise FileNotFoundError(f"there is no weight file {path}")
     if path.suffix != ".safetensors":
         state = load_checkpoint(path)
@@ -132,9 +136,12 @@ def newest_readable(folder: Path, say: Callable[[str], None] = print) -> Path | 
 
 
 def check_readable(path: Path) -> None:
-    """Raise unless `path` is a file with correct checksums."""
+    """Raise unless `path` is a checkpoint with correct checksums: a file, or the folder of a sharded run."""
     if not os.path.lexists(path):
         raise FileNotFoundError(f"there is no checkpoint {path}")
+    if is_sharded(path):
+        check_whole(path)
+        return
     if not path.is_file():  # opening a pipe would block
         kind = "a folder" if path.is_dir() else "a link to a missing file" if path.is_symlink() else "a pipe or device"
         raise ValueError(f"the checkpoint {path} is {kind}, not a file")
@@ -148,7 +155,9 @@ def check_readable(path: Path) -> None:
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """The state in a checkpoint."""
+    """The state in a checkpoint; of a folder without that of the optimiser."""
+    if is_sharded(path):
+        return read_sharded(path)
     check_readable(path)
     try:
         return torch.load(path, map_location="cpu", weights_only=True)

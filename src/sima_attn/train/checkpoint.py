@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from sima_attn._files import atomic_write
+from sima_attn.models.sharded_files import is_sharded
 from sima_attn.models.weight_files import checkpoints, load_checkpoint, newest_readable
 
 KEPT = 2
@@ -22,9 +24,17 @@ def save_checkpoint(folder: Path, step: int, state: dict[str, Any]) -> Path:
         torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())  # on the disk before the rename
-    for old in [kept for kept in checkpoints(folder) if kept.is_file()][KEPT:]:
-        old.unlink()
+    remove_old(folder)
     return path
+
+
+def remove_old(folder: Path) -> None:
+    """Remove all but the last two checkpoints, files or folders; what only has the name of one is not counted."""
+    found = checkpoints(folder)
+    for old in [path for path in found if path.is_file()][KEPT:]:
+        old.unlink()
+    for old in [path for path in found if is_sharded(path)][KEPT:]:
+        shutil.rmtree(old)
 
 
 def load_newest(folder: Path, say: Callable[[str], None] = print) -> dict[str, Any] | None:

@@ -21,7 +21,6 @@ import torch
 from safetensors.torch import save_file
 from timm.optim import create_optimizer_v2, param_groups_weight_decay
 from timm.scheduler import create_scheduler_v2
-from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -30,13 +29,17 @@ from sima_attn._files import atomic_write
 from sima_attn._settings import from_dict, to_dict
 from sima_attn.data.loader import seed_everything
 from sima_attn.models.compiled import compile_blocks
+from sima_attn.models.sharded_files import is_sharded, read_values
 from sima_attn.report.progress import RunProgress
-from sima_attn.train.checkpoint import load_newest, save_checkpoint
+from sima_attn.train.average import Average
+from sima_attn.train.checkpoint import load_checkpoint, newest_readable, save_checkpoint
 from sima_attn.train.logs import CsvLog, TensorBoard
 from sima_attn.train.mesh import batch_share, leave_mesh, synchronize_batch_norm
 from sima_attn.train.recipes import Optim, Run, Schedule, StepSchedule
 from sima_attn.train.recorded import RecordedPass
 from sima_attn.train.run import RunFolder, refuse_changes
+from sima_attn.train.sharded_checkpoint import load_sharded, save_sharded, sharded_path
+from sima_attn.train.sharding import gathered, local_parts, shard, whole_tensors
 from sima_attn.train.stopping import RunInterrupted, StopSignals
 
 if TYPE_CHECKING:
@@ -137,11 +140,15 @@ class Task(ABC):
         """The module to save as weights.safetensors."""
         return self.model
 
-    def write_result(self, folder: RunFolder, about: dict[str, Any]) -> None:
-        """Write the trained weights, with what `about` returns, into the run folder; called in the first process."""
-        tensors = {name: t.detach().cpu().contiguous() for name, t in self.result().state_dict().items()}
-        with atomic_write(folder.weights) as temporary:
-            save_file(tensors, temporary, metadata={"about": json.dumps(about)})
+    def write_result(self, folder: RunFolder, about: dict[str, Any], *, first: bool) -> None:
+        """Write the trained weights, with what `about` returns, into the run folder.
+
+        All processes call it, because sharded weights are gathered from all; the first one writes.
+        """
+        tensors = whole_tensors(self.result(), keep=first)
+        if first:
+            with atomic_write(folder.weights) as temporary:
+                save_file(tensors, temporary, metadata={"about": json.dumps(about)})
 
 
 class NonFiniteError(ValueError):
@@ -153,7 +160,10 @@ class NonFiniteError(ValueError):
 
 
 class RunSummary(NamedTuple):
-    """Metrics of the last evaluation, the averaged model (with run.ema), steps of the run, seconds of this process."""
+    """Metrics of the last evaluation, the averaged model, steps of the run, seconds of this process.
+
+    There is an averaged model with run.ema; of a sharded run it is only in the checkpoints.
+    """
 
     metrics: dict[str, float]
     ema: nn.Module | None
@@ -161,13 +171,19 @@ class RunSummary(NamedTuple):
     seconds: float
 
 
-def start_fabric(device: str, precision: str) -> Fabric:
-    """Launch Fabric on "auto", "cpu" or "cuda"; under torchrun, as one of its processes."""
+def start_fabric(device: str, precision: str, strategy: str = "ddp", timeout_minutes: float = 10.0) -> Fabric:
+    """Launch Fabric on "auto", "cpu" or "cuda"; under torchrun, as one of its processes, with a strategy of `Run`."""
     # Imported here so that evaluation and prediction work without lightning.
     from lightning.fabric import Fabric
     from lightning.fabric.plugins.precision import MixedPrecision, Precision
 
+    from sima_attn.train.strategies import strategy_of
+
     class Autocast(MixedPrecision):
+        def forward_context(self) -> Any:
+            # The cache would keep the converted weights of all blocks, and so more than what sharding saves.
+            return torch.autocast(device, dtype=self._desired_input_dtype, cache_enabled=strategy != "fsdp")
+
         def convert_input(self, data: Any) -> Any:  # Fabric would round inputs, too, even the coordinates of boxes
             return data
 
@@ -182,7 +198,7 @@ def start_fabric(device: str, precision: str) -> Fabric:
         accelerator=device,
         devices=local,
         num_nodes=max(1, world // local),
-        strategy="ddp" if world > 1 else "auto",
+        strategy=strategy_of(strategy, timeout_minutes) if world > 1 else "auto",
         plugins=Autocast(MIXED[precision], device) if precision in MIXED else Precision(),
     )
     fabric.launch()
@@ -219,28 +235,6 @@ def learning_rates(
     return scheduler.step_update
 
 
-class Average(ModelEmaV3):
-    """timm's moving average of the weights, of the unwrapped model, which shares its parameters with the wrapped one.
-
-    timm builds two state dicts at every step while the device waits. Here the pairs of tensors are collected once; they
-    share memory with the weights.
-    """
-
-    def __init__(self, model: nn.Module, decay: float, *, warmup: bool) -> None:
-        super().__init__(model, decay=decay, use_warmup=warmup)
-        pairs = list(zip(self.module.state_dict().values(), model.state_dict().values(), strict=True))
-        self.moved = [pair for pair in pairs if pair[0].is_floating_point()]
-        self.copied = [pair for pair in pairs if not pair[0].is_floating_point()]
-
-    @torch.no_grad()
-    def follow(self, step: int) -> None:
-        """Update the average after `step` optimiser steps."""
-        averages, weights = zip(*self.moved, strict=True)
-        torch._foreach_lerp_(averages, weights, weight=1 - self.get_decay(step if self.use_warmup else None))
-        for average, weight in self.copied:  # counters
-            average.copy_(weight)
-
-
 class TrainingLoop:
     """Trains a task by a recipe, and writes logs and checkpoints to the folder of the run.
 
@@ -254,10 +248,12 @@ class TrainingLoop:
         self.schedule: Schedule | StepSchedule = recipe.schedule
         self.run: Run = recipe.run
         self.total = self.schedule.all_epochs * task.steps_per_epoch
+        self.sharded = self.run.strategy == "fsdp" and fabric.world_size > 1
         if self.run.grad_checkpointing:
             task.model.set_grad_checkpointing(True)  # type: ignore[operator]
         if fabric.world_size > 1 and fabric.device.type == "cuda":
             task.model = synchronize_batch_norm(task.model, fabric)
+        module = self.place_model()
         lr = self.optim.lr_at(self.run.batch)
         # Not with fp16, where gradients must be unscaled before clipping.
         fused = self.optim.name == "adamw" and fabric.device.type == "cuda" and self.run.precision != "fp16"
@@ -272,12 +268,7 @@ class TrainingLoop:
             **options,
         )
         self.set_rates = learning_rates(optimizer, self.schedule, lr, task.steps_per_epoch)
-        task.model.to(fabric.device)
-        for kept in task.state().values():
-            kept.to(fabric.device)
-        self.ema = Average(task.model, self.run.ema, warmup=self.run.ema_warmup) if self.run.ema else None
-        module: Any = compile_blocks(task.model) if self.run.compile else task.model
-        self.model, self.optimizer = fabric.setup(module, optimizer)
+        self.model, self.optimizer = fabric.setup(module, optimizer, move_to_device=False)
         self.make_pass: Callable[[Any], dict[str, Tensor]] = self.plain_pass
         if self.run.cuda_graph:
             self.make_pass = RecordedPass(self.plain_pass, task.model.parameters())
@@ -287,22 +278,51 @@ class TrainingLoop:
         self.sums: dict[str, float] = {}
         self.metrics: dict[str, float] = {}
 
-    def state(self) -> dict[str, Any]:
-        """The contents of a checkpoint."""
+    def place_model(self) -> Any:
+        """Put the modules on the device, sharded with run.strategy=fsdp, and return the compiled model if asked for."""
+        model, kept, run = self.task.model, self.task.state().values(), self.run
+        if not self.sharded:  # sharding moves them block by block, so that no device has to hold a whole one
+            for module in (model, *kept):
+                module.to(self.fabric.device)
+        self.ema = Average(model, run.ema, warmup=run.ema_warmup) if run.ema else None
+        compiled: Any = compile_blocks(model) if run.compile else model
+        if self.sharded:
+            if not self.task.calls_wrapper:
+                raise ValueError(
+                    f"{type(self.task).__name__} calls parts of its model: run.strategy must be ddp, got fsdp"
+                )
+            if compiled is not model:
+                raise ValueError(
+                    "run.compile=true with run.strategy=fsdp compiles single blocks, and those of this model differ; "
+                    "set run.compile=false or, if drop path grows from block to block, model.constant_drop_path=true"
+                )
+            mesh: Any = self.fabric.strategy.mesh  # type: ignore[attr-defined]
+            for module in (model, *([self.ema.module] if self.ema else []), *kept):
+                shard(module, mesh)
+        if self.ema:
+            self.ema.track(model)
+        return compiled
+
+    def modules(self) -> dict[str, nn.Module]:
+        """What a checkpoint holds: the model, its average, and the further modules of the task."""
+        average = {"ema": self.ema.module} if self.ema else {}
+        further = {f"task/{name}": module for name, module in self.task.state().items()}
+        return {"model": self.task.model, **average, **further}
+
+    def values(self) -> dict[str, Any]:
+        """The plain values of a checkpoint."""
         return {
             "step": self.step,
-            "model": self.task.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "ema": self.ema.module.state_dict() if self.ema else None,
-            "task": {name: module.state_dict() for name, module in self.task.state().items()},
             "precision": self.fabric._precision.state_dict(),  # the loss scale of fp16
             "sums": self.sums,
             "metrics": self.metrics,
             "about": self.task.about(self.recipe),
         }
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, path: Path) -> None:
         """Load a checkpoint; raise if its recipe or data differ from those of this run."""
+        sharded = is_sharded(path)
+        state = read_values(path) if sharded else load_checkpoint(path)
         about, ours = state["about"], self.task.about(self.recipe)
         saved = from_dict(type(self.recipe), about["recipe"] if "recipe" in about else about["detector"])
         refuse_changes(f"the checkpoint in {self.folder.checkpoints}", saved, self.recipe)
@@ -315,20 +335,33 @@ class TrainingLoop:
                     "give the data of the run with --data, or start a new run with another --out"
                 )
         self.step = state["step"]
-        self.task.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        if self.ema:
-            self.ema.module.load_state_dict(state["ema"])
-        for name, module in self.task.state().items():
-            module.load_state_dict(state["task"][name])
+        if sharded:
+            load_sharded(path, self.modules(), self.optimizer.optimizer)
+        else:
+            self.task.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            if self.ema:
+                self.ema.module.load_state_dict(state["ema"])
+            for name, module in self.task.state().items():
+                module.load_state_dict(state["task"][name])
         if state["precision"]:
             self.fabric._precision.load_state_dict(state["precision"])
         self.sums, self.metrics = state["sums"], state["metrics"]
 
     def save(self) -> None:
-        """Write a checkpoint, in the first process only."""
-        if self.fabric.is_global_zero:
-            save_checkpoint(self.folder.checkpoints, self.step, self.state())
+        """Write a checkpoint: of a sharded run all processes, otherwise the first one."""
+        if self.run.strategy == "fsdp":
+            self.share_statistics()
+            path = sharded_path(self.folder.checkpoints, self.step)
+            save_sharded(path, self.modules(), self.optimizer.optimizer, self.values())
+        elif self.fabric.is_global_zero:
+            state = {
+                "model": self.task.model.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "ema": self.ema.module.state_dict() if self.ema else None,
+                "task": {name: module.state_dict() for name, module in self.task.state().items()},
+            }
+            save_checkpoint(self.folder.checkpoints, self.step, {**self.values(), **state})
         self.saved_at = time.monotonic()
 
     def train(self, *, resume: bool, on_ready: Callable[[], None]) -> RunSummary:
@@ -338,9 +371,9 @@ class TrainingLoop:
             resume: Start from the newest checkpoint in the folder, if there is one.
             on_ready: Called before the first file is written, when everything is built and the checkpoint is loaded.
         """
-        state = load_newest(self.folder.checkpoints, self.progress.say) if resume else None
-        if state is not None:
-            self.load(state)
+        newest = newest_readable(self.folder.checkpoints, self.progress.say) if resume else None
+        if newest is not None:
+            self.load(newest)
             self.progress.say(f"resuming at step {self.step} of {self.total}")
         self.fabric.barrier()
         on_ready()
@@ -353,7 +386,7 @@ class TrainingLoop:
         self.model.train()
         try:
             with self.signals:
-                if state is None:
+                if newest is None:
                     if self.task.needs_evaluation(0):
                         self.evaluate()
                     self.save()  # a run that fails in its first steps has a checkpoint, too
@@ -363,9 +396,8 @@ class TrainingLoop:
             leave_mesh(self.task.model, *([self.ema.module] if self.ema else []), *self.task.state().values())
             if self.board is not None:
                 self.board.close()
-        return RunSummary(
-            self.metrics, self.ema.module if self.ema else None, self.step, time.monotonic() - self.started
-        )
+        average = self.ema.module if self.ema and not self.sharded else None
+        return RunSummary(self.metrics, average, self.step, time.monotonic() - self.started)
 
     def make_steps(self) -> None:
         """Make the remaining steps, with evaluations and checkpoints; a signal stops the run after the current step."""
@@ -503,9 +535,12 @@ class TrainingLoop:
         before = time.monotonic()
         self.share_statistics()
         with torch.compiler.set_stance("force_eager"):  # compiling does not pay for a few batches
-            metrics = self.task.evaluate(self.task.model)
+            with gathered(self.task.model, *self.task.state().values()):
+                metrics = self.task.evaluate(self.task.model)
             if self.ema:
-                metrics |= {f"ema_{name}": value for name, value in self.task.evaluate(self.ema.module).items()}
+                with gathered(self.ema.module):
+                    average = self.task.evaluate(self.ema.module)
+                metrics |= {f"ema_{name}": value for name, value in average.items()}
         self.model.train()
         self.metrics = metrics
         self.write_log("eval", {**self.position(), **metrics})
@@ -523,20 +558,25 @@ class TrainingLoop:
         """Repeat the forward passes without compilation to name the first module with a non-finite output."""
         culprit = "it is finite in this process, so it comes from another one"
         model = self.task.model
-        for part, batch in enumerate(batches):
-            self.seed(part)
-            prepared = self.task.prepare(batch)
-            with torch.no_grad(), self.fabric.autocast(), torch.compiler.set_stance("force_eager"):
-                loss, where = first_non_finite(model, partial(self.task.loss, model, prepared))
-            if not _finite(loss):
-                culprit = where
-                break
+        with gathered(model, *self.task.state().values()):
+            for part, batch in enumerate(batches):
+                self.seed(part)
+                prepared = self.task.prepare(batch)
+                with torch.no_grad(), self.fabric.autocast(), torch.compiler.set_stance("force_eager"):
+                    loss, where = first_non_finite(model, partial(self.task.loss, model, prepared))
+                if not _finite(loss):
+                    culprit = where
+                    break
         message = f"the loss of step {self.step + 1} is not finite: {culprit}. {self.advice()}"
         raise NonFiniteError(message, self.step + 1)
 
     def stop_at_non_finite_gradient(self) -> None:
         """Name the first parameter whose gradient is not finite."""
-        names = [name for name, p in self.task.model.named_parameters() if not _finite(p.grad)]
+        gradients = {name: p.grad for name, p in self.task.model.named_parameters() if p.grad is not None}
+        bad: Any = torch.tensor([not _finite(part) for part in local_parts(gradients.values())], dtype=torch.float32)
+        # A process may hold a finite part of a gradient that is not finite.
+        bad = self.fabric.all_reduce(bad.to(self.fabric.device), reduce_op="sum")
+        names = [name for name, count in zip(gradients, bad.tolist(), strict=True) if count]
         raise NonFiniteError(
             f"the gradient of step {self.step + 1} is not finite, but its loss is: {names[0] if names else 'its norm'} "
             f"and {max(0, len(names) - 1)} other parameters. {self.advice()}",

@@ -52,6 +52,7 @@ class FinetuneRecipe:
             raise ValueError("RandAugment needs single images: set data.cache=false or augment.randaugment=none")
         if self.run.ema is not None:
             raise ValueError("fine-tuning keeps the best weights on the val images: run.ema must be none")
+        self.run.check_not_sharded("fine-tuning holds a trained model and its best weights in each process")
 
     def summary(self, images: int, steps_per_epoch: int) -> str:
         """What was chosen for this many images, and why where it is a default, in one line."""

@@ -165,13 +165,13 @@ class Finetuning(Classification):
         """The weights with the best val accuracy."""
         return self.best.network
 
-    def write_result(self, folder: RunFolder, about: dict[str, Any]) -> None:
+    def write_result(self, folder: RunFolder, about: dict[str, Any], *, first: bool) -> None:
         """Weights as of any run; of a model of transformers what `save_pretrained` writes."""
         network = self.result()
-        if isinstance(network, TimmInterface):
+        if not isinstance(network, TimmInterface):
+            super().write_result(folder, about, first=first)
+        elif first:
             huggingface.save_folder(network, folder.path, self.recipe.data.preprocessing)
-        else:
-            super().write_result(folder, about)
 
 
 def take_weights(model: nn.Module, start: Start, *, keep_head: bool) -> None:

@@ -105,6 +105,8 @@ class Run:
     Attributes:
         batch: Images per optimiser step, summed over all processes and accumulation steps.
         accumulate: Gradient accumulation: passes per optimiser step.
+        strategy: Of several processes: "ddp" holds the whole model in each, "fsdp" a part of it.
+        timeout_minutes: How long a process waits for the others before the run ends with an error.
         compile: Compile the model with torch.compile.
         cuda_graph: Capture forward and backward pass in a CUDA graph, for small models that are limited by kernel
             launches. Not supported for detection, where image sizes vary.
@@ -122,6 +124,8 @@ class Run:
 
     batch: PositiveInt = 1024
     accumulate: PositiveInt = 1
+    strategy: Annotated[str, one_of("ddp", "fsdp")] = "ddp"
+    timeout_minutes: PositiveFloat = 10.0
     seed: NonNegativeInt = 0
     precision: Annotated[str, one_of("fp32", "bf16", "fp16")] = "fp32"
     compile: bool = False
@@ -137,8 +141,18 @@ class Run:
     mesh: str | None = None
 
     def check_relations(self) -> None:
-        """Raise where the mesh has unknown names or sizes."""
-        mesh_sizes(self.mesh)
+        """Raise where the mesh has unknown names or sizes, or splits images of a model whose parameters are sharded."""
+        _, sequence = mesh_sizes(self.mesh)
+        if sequence > 1 and self.strategy == "fsdp":
+            raise ValueError(
+                f"run.mesh={self.mesh} splits images over processes, which run.strategy=fsdp does not support: set "
+                "run.strategy=ddp, or omit the mesh"
+            )
+
+    def check_not_sharded(self, why: str) -> None:
+        """Raise for the strategy fsdp, in a kind of run that does not support it."""
+        if self.strategy == "fsdp":
+            raise ValueError(f"{why}: run.strategy must be ddp, got fsdp")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """The folder of a run, and when a run may be started or resumed in it.
 
 recipe.yaml          the recipe with all overrides, versions and commit
-checkpoints/         step-*.pt, the last two
+checkpoints/         step-*.pt, the last two; folders step-* of a sharded run
+.torchrun            the job of torchrun that last trained the run
 batch.png            the first training batch as the model gets it
 train.csv, eval.csv  one row per run.log_steps steps, one row per evaluation; tensorboard/ the same
 learning_curve.png, weights.safetensors    written at the end

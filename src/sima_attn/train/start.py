@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from traceback import clear_frames
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sima_attn._errors import first_line
 from sima_attn._files import DiskFullError, disk_full_reason, remove_leftovers
 from sima_attn._install import install_command
 from sima_attn._settings import check
@@ -21,11 +23,13 @@ from sima_attn.data.loader import possible_batch
 from sima_attn.report.progress import RunProgress
 from sima_attn.train.checkpoint import checkpoints
 from sima_attn.train.curves import plot_learning_curve
+from sima_attn.train.elastic import LostProcessError, continues_run, is_lost_process, mark_job, restarts
 from sima_attn.train.engine import RunSummary, Task, TrainingLoop, start_fabric
 from sima_attn.train.mesh import batch_share, check_supports_mesh
 from sima_attn.train.recipe_files import sources_in, without_sources
 from sima_attn.train.recorded import check_can_be_recorded
 from sima_attn.train.run import RunFolder
+from sima_attn.train.sharded_checkpoint import remove_unfinished
 from sima_attn.train.stopping import RunInterrupted, StopSignals
 
 if TYPE_CHECKING:
@@ -52,14 +56,21 @@ def train_task(
     check(recipe)
     check_supports_mesh(recipe.run, recipe.command)
     folder = RunFolder(Path(out))
-    fabric = start_fabric(device, recipe.run.precision)
+    run = recipe.run
+    fabric = start_fabric(device, run.precision, run.strategy, run.timeout_minutes)
     first = fabric.is_global_zero
+    restarted = fabric.broadcast(first and not resume and continues_run(folder.path))
+    resume = resume or restarted
     with contextlib.ExitStack() as stack:
         stack.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(recipe.run.threads or torch.get_num_threads())
+        torch.set_num_threads(run.threads or torch.get_num_threads())
         progress = stack.enter_context(RunProgress(shown=first and not quiet))
         for note in notes:
             progress.say(note)
+        if restarted:
+            progress.say(f"torchrun has restarted this job ({restarts()}): the run in {folder.path} is resumed")
+        if run.strategy == "fsdp" and fabric.world_size == 1:
+            progress.say("there is one process, so run.strategy=fsdp shards nothing; start several with torchrun")
         resume_line = f"resume with: {resume_command(recipe.command, folder.path, device, fabric.world_size)}"
         stack.enter_context(_tells_how_to_resume(folder, fabric, progress, resume_line))
         if first:
@@ -68,12 +79,11 @@ def train_task(
                 stack.enter_context(folder.locked())
             for place in (folder.path, folder.checkpoints):
                 remove_leftovers(place)
+            if resume:
+                remove_unfinished(folder.checkpoints)
         plots = find_spec("matplotlib") is not None
         if not plots:
             progress.say(f"no learning curve will be plotted: it needs matplotlib, {install_command('plots')}")
-        task = build(_without_initial_weights(recipe, folder) if resume else recipe, fabric, progress)
-        if recipe.run.cuda_graph:
-            check_can_be_recorded(recipe.run, fabric, recordable=task.recordable)
 
         def begin() -> None:  # called after data and settings are checked, so that wrong ones leave no folder behind
             if first and not resume:
@@ -81,14 +91,23 @@ def train_task(
                 folder.check(recipe, resume=False)  # another process may have started a run since the first check
             if first and not (resume and folder.read_recipe(type(recipe)) == recipe):
                 folder.write_recipe(recipe)  # data.path may have changed
+            if first:
+                mark_job(folder.path)
             fabric.barrier()
 
-        loop = TrainingLoop(task, recipe, folder, fabric, progress)
-        summary = loop.train(resume=resume, on_ready=begin)
-        if first:
-            task.write_result(folder, task.about(recipe))
-            if plots:
+        def train() -> RunSummary:  # what it holds is dropped before the process group ends
+            by_hand = resume and not restarted  # a restarted job has the recipe of its start, from the command line
+            task = build(_without_initial_weights(recipe, folder) if by_hand else recipe, fabric, progress)
+            if run.cuda_graph:
+                check_can_be_recorded(run, fabric, recordable=task.recordable)
+            loop = TrainingLoop(task, recipe, folder, fabric, progress)
+            summary = loop.train(resume=resume, on_ready=begin)
+            task.write_result(folder, task.about(recipe), first=first)
+            if first and plots:
                 plot_learning_curve(folder.path, folder.curve, task.title)
+            return summary
+
+        summary = train()
         _end_together(fabric)
     return summary
 
@@ -125,13 +144,21 @@ def _tells_how_to_resume(folder: RunFolder, fabric: Fabric, progress: RunProgres
         # A process that waits for others does not get to its handler: with several, the default action stays.
         with signals if fabric.world_size == 1 else contextlib.nullcontext():
             yield
-    except RunInterrupted:
+    except RunInterrupted as interruption:
         if signals.received is not None:
             progress.say(f"stopped by {signals.received.name}; there is nothing to save")
         progress.say(resume_line if folder.recipe_file.exists() else "start again with the same command")
+        clear_frames(interruption.__traceback__)
         _end_together(fabric)
         raise
     except Exception as error:
+        if is_lost_process(error):
+            minutes = f"{fabric.strategy._timeout.total_seconds() / 60:g}"  # type: ignore[attr-defined]
+            raise LostProcessError(
+                f"process {fabric.global_rank} has lost another process of the run, which has died or has not answered "
+                f"for {minutes} minutes (run.timeout_minutes): {first_line(error)}. The last checkpoint is intact: "
+                f"{resume_line}"
+            ) from error
         if (reason := disk_full_reason(error)) is None:
             raise
         raise DiskFullError(
@@ -146,6 +173,7 @@ def _end_together(fabric: Fabric) -> None:
     if fabric.world_size > 1:
         # Threads of the process group run until nothing refers to it. One that drops a tensor while Python shuts down
         # aborts the process, so the wrapped model, which is part of a reference cycle, has to be collected first.
+        fabric.strategy.release_group()  # type: ignore[attr-defined]
         gc.collect()
         torch.distributed.destroy_process_group()
 
