@@ -22,7 +22,7 @@ from sima_attn.detect.task import Detection, train_detector
 from sima_attn.detect.weights import build_detector, load_backbone, load_detector
 from sima_attn.report.progress import RunProgress
 from sima_attn.train.checkpoint import load_newest
-from sima_attn.train.engine import start_fabric
+from sima_attn.train.fabric import start_fabric
 from sima_attn.train.logs import read_log
 from sima_attn.train.recipes import StepSchedule
 

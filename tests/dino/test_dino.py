@@ -36,7 +36,7 @@ from sima_attn.probe.settings import Probe
 from sima_attn.report.progress import RunProgress
 from sima_attn.train.checkpoint import load_newest
 from sima_attn.train.classify import train_classifier
-from sima_attn.train.engine import start_fabric
+from sima_attn.train.fabric import start_fabric
 from sima_attn.train.logs import read_log
 from sima_attn.train.recipes import Model, Optim, Run, Schedule
 from sima_attn.train.run import RunFolder

@@ -16,8 +16,9 @@ from sima_attn.nn import SimAttention
 from sima_attn.nn.baselines.softmax import SoftmaxAttention
 from sima_attn.train.checkpoint import checkpoints, load_newest
 from sima_attn.train.classify import Classification, train_classifier
-from sima_attn.train.engine import first_non_finite, start_fabric
+from sima_attn.train.fabric import start_fabric
 from sima_attn.train.logs import read_log
+from sima_attn.train.non_finite import first_non_finite
 from sima_attn.train.recipes import Model, Optim, Schedule
 from small_runs import class_folders, small_recipe
 

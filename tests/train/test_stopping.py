@@ -22,7 +22,8 @@ from sima_attn.data.workers import leave_signals_to_parent, termination_blocked
 from sima_attn.detect import task
 from sima_attn.dino import task as dino
 from sima_attn.reproduce.processes import in_processes
-from sima_attn.train import classify, engine
+from sima_attn.train import classify
+from sima_attn.train import task as run_task
 from sima_attn.train.checkpoint import load_newest
 from sima_attn.train.classify import Classification, train_classifier
 from sima_attn.train.start import resume_command
@@ -149,7 +150,7 @@ def test_a_signal_before_the_first_step_leaves_nothing_and_says_so(tmp_path, mon
 def test_a_signal_after_the_last_step_says_how_to_resume(tmp_path, monkeypatch, capsys):
     recipe = small_recipe(class_folders(tmp_path / "data"), epochs=1)
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "save_file", lambda *arguments, **options: send(signal.SIGTERM))
+        patch.setattr(run_task, "save_file", lambda *arguments, **options: send(signal.SIGTERM))
         with pytest.raises(RunInterrupted):
             train_classifier(recipe, tmp_path / "run", device="cpu")
     lines = [line for line in capsys.readouterr().err.splitlines() if line]

@@ -23,8 +23,8 @@ from sima_attn.report.tables import TextTable
 
 if TYPE_CHECKING:
     from sima_attn.data.settings import Data
-    from sima_attn.train.engine import RunSummary
     from sima_attn.train.recipe_choice import Choice
+    from sima_attn.train.task import RunSummary
 
 app = typer.Typer()
 MOST_SHOWN = 12  # a confusion matrix of more classes does not fit a screen

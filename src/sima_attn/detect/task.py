@@ -38,8 +38,8 @@ from sima_attn.detect.weights import build_detector
 from sima_attn.report.drawing import Tile
 from sima_attn.report.progress import RunProgress
 from sima_attn.train.batch_picture import save_sheet
-from sima_attn.train.engine import RunSummary, Task
 from sima_attn.train.start import train_task, with_possible_batch
+from sima_attn.train.task import RunSummary, Task
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric

@@ -45,9 +45,9 @@ from sima_attn.report.drawing import Tile
 from sima_attn.report.progress import RunProgress
 from sima_attn.train.batch_picture import save_sheet, to_pictures
 from sima_attn.train.classify import output_at
-from sima_attn.train.engine import RunSummary, Task
 from sima_attn.train.sharding import local_parts, norms
 from sima_attn.train.start import train_task, with_possible_batch
+from sima_attn.train.task import RunSummary, Task
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric

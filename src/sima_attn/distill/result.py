@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from sima_attn.distill.keeping import Kept, Metrics
-from sima_attn.train.engine import RunSummary
+from sima_attn.train.task import RunSummary
 
 
 class Block(NamedTuple):

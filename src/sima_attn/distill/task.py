@@ -58,14 +58,14 @@ from sima_attn.train.best import Best
 from sima_attn.train.checkpoint import load_newest
 from sima_attn.train.classify import create_mixup, label_loss, mixed
 from sima_attn.train.elastic import continues_run
-from sima_attn.train.engine import Task
 from sima_attn.train.run import RunFolder
 from sima_attn.train.start import train_task
+from sima_attn.train.task import Task
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
-    from sima_attn.train.engine import RunSummary
+    from sima_attn.train.task import RunSummary
 
 MEASURED_IMAGES = 64  # for the errors of single blocks
 CHOICE_IMAGES = 256  # for the choice of the attentions to keep; they stay in memory meanwhile

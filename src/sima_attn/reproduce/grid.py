@@ -21,8 +21,8 @@ from sima_attn.dino.task import CollapseError
 from sima_attn.report.rows import provenance_columns, read_rows, write_rows
 from sima_attn.reproduce.processes import in_processes
 from sima_attn.train.checkpoint import checkpoints
-from sima_attn.train.engine import NonFiniteError
 from sima_attn.train.logs import read_log
+from sima_attn.train.non_finite import NonFiniteError
 from sima_attn.train.run import RunFolder
 
 RESULTS = "results.csv"  # one row per run; the last file of a run, so that a run that has it is finished

@@ -1,10 +1,11 @@
 """Training and evaluation: images and a model -> checkpoints, weights and metrics.
 
 recipes     settings of runs as frozen dataclasses; one function per recipe
-engine      the training loop; a Task defines model, batches and loss
 start       everything before and after the loop: recipe -> run folder with weights
-stopping    SIGINT and SIGTERM
-recorded    CUDA graphs
+engine      the training loop        task  what it trains: model, batches and loss
+learning_rates, average, recorded, non_finite, stopping   its parts: schedules, EMA, CUDA graphs, NaN, SIGINT and SIGTERM
+fabric, strategies, elastic     one or several processes, and restarts by torchrun
+sharding, sharded_checkpoint    parameters that are split over processes        mesh  images that are
 classify    the classification task        evaluate  accuracy of a trained model
 finetune    fine-tuning of a trained model        finetune_recipe  its settings
 run         the folder of a run        checkpoint, logs, curves  the files in it

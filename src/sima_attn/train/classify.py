@@ -32,10 +32,10 @@ from sima_attn.data.splits import open_split
 from sima_attn.models.building import build_model
 from sima_attn.report.progress import RunProgress
 from sima_attn.train.batch_picture import draw_labelled
-from sima_attn.train.engine import RunSummary, Task
 from sima_attn.train.mesh import batch_share, seed_dropout, split_over_mesh
 from sima_attn.train.recipes import Recipe
 from sima_attn.train.start import train_task, with_possible_batch
+from sima_attn.train.task import RunSummary, Task
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric

@@ -1,4 +1,4 @@
-"""The training loop that all kinds of training share; a Task defines the model, the batches and the loss.
+"""The training loop that all kinds of training share; a task (task.py) has the model, the batches and the loss.
 
 The random numbers of a step depend only on (seed, step, process). A checkpoint therefore needs no random state, and a
 resumed run is bitwise equal to one that was never interrupted.
@@ -6,233 +6,41 @@ resumed run is bitwise equal to one that was never interrupted.
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import signal
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save_file
-from timm.optim import create_optimizer_v2, param_groups_weight_decay
-from timm.scheduler import create_scheduler_v2
+from timm.optim import create_optimizer_v2
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from sima_attn._devices import resolve_device
-from sima_attn._files import atomic_write
-from sima_attn._settings import from_dict, to_dict
+from sima_attn._settings import from_dict
 from sima_attn.data.loader import seed_everything
 from sima_attn.models.compiled import compile_blocks
 from sima_attn.models.sharded_files import is_sharded, read_values
 from sima_attn.report.progress import RunProgress
 from sima_attn.train.average import Average
 from sima_attn.train.checkpoint import load_checkpoint, newest_readable, save_checkpoint
+from sima_attn.train.learning_rates import learning_rates
 from sima_attn.train.logs import CsvLog, TensorBoard
 from sima_attn.train.mesh import batch_share, leave_mesh, synchronize_batch_norm
+from sima_attn.train.non_finite import NonFiniteError, first_non_finite, is_finite
 from sima_attn.train.recipes import Optim, Run, Schedule, StepSchedule
 from sima_attn.train.recorded import RecordedPass
 from sima_attn.train.run import RunFolder, refuse_changes
 from sima_attn.train.sharded_checkpoint import load_sharded, save_sharded, sharded_path
-from sima_attn.train.sharding import gathered, local_parts, shard, whole_tensors
+from sima_attn.train.sharding import gathered, local_parts, shard
 from sima_attn.train.stopping import RunInterrupted, StopSignals
+from sima_attn.train.task import RunSummary, Task
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
-MIXED: dict[str, Any] = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
 _STEP_STREAM = 1  # separates the seeds of steps from those of samples
-
-
-class Task(ABC):
-    """Model, data and loss of a run: classification, DINO or detection.
-
-    Attributes:
-        model: The module to train. The loop wraps it and passes the wrapped module to `loss`.
-        steps_per_epoch: Optimiser steps per epoch.
-        title: Title of the learning curve.
-        recordable: Whether the loss supports CUDA graphs (run.cuda_graph): everything that changes between steps is in
-            the prepared batch, a sequence of tensors of fixed shapes, or in tensors that `before_step` fills.
-        calls_wrapper: Whether `loss` calls the wrapped module, which averages the gradients of several processes. If it
-            calls parts of `model` instead, the loop averages them.
-        stage: Name of the current stage for logs and progress bar, set by `before_step`; empty in a run of one stage.
-    """
-
-    model: nn.Module
-    steps_per_epoch: int
-    title: str = ""
-    recordable: ClassVar[bool] = False
-    calls_wrapper: ClassVar[bool] = True
-    stage: str = ""
-
-    @abstractmethod
-    def batches(self, start: int, stop: int) -> Iterator[Any]:
-        """Batches of this process, on its device, for the steps from start to stop: `accumulate` batches per step.
-
-        They must depend only on the arguments and the recipe: a resumed run calls this with its own start.
-        """
-
-    def prepare(self, batch: Any) -> Any:
-        """Augment a batch for `loss`: everything that draws random numbers or branches in Python at each step."""
-        return batch
-
-    def draw_batch(self, batch: Any, path: Path) -> None:  # noqa: B027
-        """Draw a prepared batch into a PNG file, with the labels; it must not draw random numbers.
-
-        The loop calls it with the first batch of a run, before the pass.
-        """
-
-    @abstractmethod
-    def loss(self, model: Callable[..., Any], batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of a prepared batch, and further numbers to log under fixed names."""
-
-    @abstractmethod
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Metrics of the model, reduced over all processes."""
-
-    def parameter_groups(self, weight_decay: float) -> Any:
-        """Parameter groups of the optimiser: no decay for biases, norms and the model's `no_weight_decay` list."""
-        excluded: Any = getattr(self.model, "no_weight_decay", tuple)
-        return param_groups_weight_decay(self.model, weight_decay, no_weight_decay_list=excluded())
-
-    def starts_stage(self, step: int) -> bool:
-        """Whether a stage with another loss begins with this step, counted from 0, so that the optimiser starts anew.
-
-        Its averages of squared gradients would be those of the old loss. Where the new gradients are a hundred times
-        larger, so would be the first steps.
-        """
-        return False
-
-    def before_step(self, step: int, groups: list[dict[str, Any]]) -> None:  # noqa: B027
-        """Called with the parameter groups after the learning rates are set, e.g. to schedule the weight decay."""
-
-    def after_backward(self, step: int) -> None:  # noqa: B027
-        """Called when the gradients of a step are complete and unscaled, e.g. to drop some of them."""
-
-    def after_step(self, step: int) -> None:  # noqa: B027
-        """Called after each optimiser step with the number of completed steps, e.g. to update a teacher."""
-
-    def needs_evaluation(self, step: int) -> bool:
-        """Whether to evaluate after this many steps, beside run.eval_epochs, e.g. before training or after a stage."""
-        return False
-
-    def is_finished(self) -> bool:
-        """Whether to end the run before its last step; asked after each evaluation, and when a run is resumed.
-
-        The answer must follow from `state` alone, and be the same in all processes.
-        """
-        return False
-
-    def state(self) -> dict[str, nn.Module]:
-        """Further modules to save in checkpoints, by name: a teacher, a centre."""
-        return {}
-
-    def about(self, recipe: Any) -> dict[str, Any]:
-        """Plain values to save with each checkpoint and the weights: the recipe, the classes, the number of images."""
-        return {"recipe": to_dict(recipe)}
-
-    def result(self) -> nn.Module:
-        """The module to save as weights.safetensors."""
-        return self.model
-
-    def write_result(self, folder: RunFolder, about: dict[str, Any], *, first: bool) -> None:
-        """Write the trained weights, with what `about` returns, into the run folder.
-
-        All processes call it, because sharded weights are gathered from all; the first one writes.
-        """
-        tensors = whole_tensors(self.result(), keep=first)
-        if first:
-            with atomic_write(folder.weights) as temporary:
-                save_file(tensors, temporary, metadata={"about": json.dumps(about)})
-
-
-class NonFiniteError(ValueError):
-    """A loss or gradient that is not finite; `step` counts from 1."""
-
-    def __init__(self, message: str, step: int) -> None:
-        super().__init__(message)
-        self.step = step
-
-
-class RunSummary(NamedTuple):
-    """Metrics of the last evaluation, the averaged model, steps of the run, seconds of this process.
-
-    There is an averaged model with run.ema; of a sharded run it is only in the checkpoints.
-    """
-
-    metrics: dict[str, float]
-    ema: nn.Module | None
-    steps: int
-    seconds: float
-
-
-def start_fabric(device: str, precision: str, strategy: str = "ddp", timeout_minutes: float = 10.0) -> Fabric:
-    """Launch Fabric on "auto", "cpu" or "cuda"; under torchrun, as one of its processes, with a strategy of `Run`."""
-    # Imported here so that evaluation and prediction work without lightning.
-    from lightning.fabric import Fabric
-    from lightning.fabric.plugins.precision import MixedPrecision, Precision
-
-    from sima_attn.train.strategies import strategy_of
-
-    class Autocast(MixedPrecision):
-        def forward_context(self) -> Any:
-            # The cache would keep the converted weights of all blocks, and so more than what sharding saves.
-            return torch.autocast(device, dtype=self._desired_input_dtype, cache_enabled=strategy != "fsdp")
-
-        def convert_input(self, data: Any) -> Any:  # Fabric would round inputs, too, even the coordinates of boxes
-            return data
-
-    device = resolve_device(device)
-    if precision == "fp16" and device == "cpu":
-        raise ValueError("fp16 training needs a GPU; use --precision bf16 or fp32 on the CPU")
-    if device == "cuda" and precision in MIXED:
-        torch.set_float32_matmul_precision("high")  # TF32 is enough for what autocast keeps in float32
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    fabric = Fabric(
-        accelerator=device,
-        devices=local,
-        num_nodes=max(1, world // local),
-        strategy=strategy_of(strategy, timeout_minutes) if world > 1 else "auto",
-        plugins=Autocast(MIXED[precision], device) if precision in MIXED else Precision(),
-    )
-    fabric.launch()
-    return fabric
-
-
-def learning_rates(
-    optimizer: torch.optim.Optimizer, schedule: Schedule | StepSchedule, lr: float, steps_per_epoch: int
-) -> Callable[[int], None]:
-    """A function that sets the learning rates for a step, counted from 0.
-
-    timm's MultiStepLRScheduler is not used: it applies a milestone one step early, ignores milestones within the
-    warm-up, and its warm-up differs from this one in the last bit of the learning rate.
-    """
-    if not isinstance(schedule, Schedule):
-        rates = [group["lr"] for group in optimizer.param_groups]
-
-        def set_rates(step: int) -> None:
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate * schedule.factor(step, steps_per_epoch)
-
-        return set_rates
-    scheduler, _ = create_scheduler_v2(
-        optimizer,
-        sched="cosine",
-        num_epochs=schedule.epochs,
-        warmup_epochs=schedule.warmup_epochs,
-        warmup_lr=min(schedule.warmup_lr, lr),
-        min_lr=min(schedule.min_lr, lr),
-        cooldown_epochs=schedule.cooldown_epochs,
-        step_on_epochs=False,
-        updates_per_epoch=steps_per_epoch,
-    )
-    return scheduler.step_update
 
 
 class TrainingLoop:
@@ -564,7 +372,7 @@ class TrainingLoop:
                 prepared = self.task.prepare(batch)
                 with torch.no_grad(), self.fabric.autocast(), torch.compiler.set_stance("force_eager"):
                     loss, where = first_non_finite(model, partial(self.task.loss, model, prepared))
-                if not _finite(loss):
+                if not is_finite(loss):
                     culprit = where
                     break
         message = f"the loss of step {self.step + 1} is not finite: {culprit}. {self.advice()}"
@@ -573,7 +381,7 @@ class TrainingLoop:
     def stop_at_non_finite_gradient(self) -> None:
         """Name the first parameter whose gradient is not finite."""
         gradients = {name: p.grad for name, p in self.task.model.named_parameters() if p.grad is not None}
-        bad: Any = torch.tensor([not _finite(part) for part in local_parts(gradients.values())], dtype=torch.float32)
+        bad: Any = torch.tensor([not is_finite(part) for part in local_parts(gradients.values())], dtype=torch.float32)
         # A process may hold a finite part of a gradient that is not finite.
         bad = self.fabric.all_reduce(bad.to(self.fabric.device), reduce_op="sum")
         names = [name for name, count in zip(gradients, bad.tolist(), strict=True) if count]
@@ -589,28 +397,3 @@ class TrainingLoop:
             f"Earlier checkpoints are in {self.folder.checkpoints}; try a lower optim.lr, optim.clip or "
             "run.precision=fp32"
         )
-
-
-def first_non_finite(model: nn.Module, forward: Callable[[], Any]) -> tuple[Any, str]:
-    """The result of `forward`, and a description of the first module whose output is not finite."""
-    names = {module: name for name, module in model.named_modules()}
-    found: list[str] = []
-
-    def look(module: nn.Module, inputs: Any, output: Any) -> None:
-        if not found and not _finite(output):
-            given = "" if _finite(inputs) else ", whose input was already not finite"
-            found.append(f"first in the output of {names[module] or 'the model'} ({type(module).__name__}){given}")
-
-    hooks = [module.register_forward_hook(look) for module in names]
-    try:
-        out = forward()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return out, found[0] if found else "all modules have finite outputs; the cause is the loss function or its targets"
-
-
-def _finite(value: Any) -> bool:
-    """Whether all floating-point tensors in nested lists, tuples and dictionaries are finite."""
-    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
     from sima_attn.report.progress import RunProgress
-    from sima_attn.train.engine import RunSummary
+    from sima_attn.train.task import RunSummary
 
 
 class Finetuned(NamedTuple):

@@ -24,13 +24,15 @@ from sima_attn.report.progress import RunProgress
 from sima_attn.train.checkpoint import checkpoints
 from sima_attn.train.curves import plot_learning_curve
 from sima_attn.train.elastic import LostProcessError, continues_run, is_lost_process, mark_job, restarts
-from sima_attn.train.engine import RunSummary, Task, TrainingLoop, start_fabric
+from sima_attn.train.engine import TrainingLoop
+from sima_attn.train.fabric import start_fabric
 from sima_attn.train.mesh import batch_share, check_supports_mesh
 from sima_attn.train.recipe_files import sources_in, without_sources
 from sima_attn.train.recorded import check_can_be_recorded
 from sima_attn.train.run import RunFolder
 from sima_attn.train.sharded_checkpoint import remove_unfinished
 from sima_attn.train.stopping import RunInterrupted, StopSignals
+from sima_attn.train.task import RunSummary, Task
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
