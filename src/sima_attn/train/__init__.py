@@ -3,7 +3,7 @@
 recipes     settings of runs as frozen dataclasses; one function per recipe
 start       everything before and after the loop: recipe -> run folder with weights
 engine      the training loop        task  what it trains: model, batches and loss
-learning_rates, average, recorded, non_finite, stopping   its parts: schedules, EMA, CUDA graphs, NaN, SIGINT and SIGTERM
+learning_rates, average, recorded, non_finite, stopping     its parts: schedules, EMA, CUDA graphs, NaN, signals
 fabric, strategies, elastic     one or several processes, and restarts by torchrun
 sharding, sharded_checkpoint    parameters that are split over processes        mesh  images that are
 classify    the classification task        evaluate  accuracy of a trained model
