@@ -18,6 +18,7 @@ from sima_attn.gigapixel.sweeps import Sweeps
 from sima_attn.gigapixel.tiles import Tile, tiles_of
 from sima_attn.models.preprocessing import Preprocessing
 from sima_attn.nn.baselines.softmax import SoftmaxAttention
+from sima_attn.nn.local_values import on_grid
 from sima_attn.nn.token_ref import trained_at
 
 HOW = Preprocessing(32, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
@@ -60,7 +61,7 @@ def test_tile_by_tile_is_at_once(name, height, width, side):
         width = height  # alone it knows only square grids
     model, pixels = build(name).double(), image(height, width)
     tokens, logits = run(model, pixels, side)
-    with torch.no_grad():
+    with torch.no_grad(), on_grid(model, network_of(model).grid(height, width)):
         expected = model.forward_features(pixels)
         # timm resamples position embeddings in float32, whatever the dtype of the model.
         resampled = hasattr(model, "dynamic_img_size") and (height, width) != model.patch_embed.img_size
@@ -80,7 +81,7 @@ def test_without_classes_or_with_another_pooling_there_are_features_and_no_score
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["deit", "xcit"])
+@pytest.mark.parametrize("name", ["deit", "xcit", "deit, sima_local", "deit, relu2"])
 def test_in_lower_precision_the_error_is_that_of_the_model_at_once(name, dtype):
     model, pixels = build(name), image(64, 64)
     with torch.no_grad():
@@ -176,14 +177,15 @@ def test_each_sweep_reads_and_writes_each_tile_once():
     assert calls[8:] == 2 * [(kind, tile) for tile in tiles for kind in ("read", "write")]
 
 
-@pytest.mark.parametrize("name", ["deit", "xcit", "deit, token_ref"])
+@pytest.mark.parametrize("name", ["deit", "xcit", "deit, token_ref", "xcit, sima_local", "deit, relu2"])
 def test_scores_of_queries_and_keys_are_those_of_the_heat_maps(name):
     model, pixels = build(name), image(32, 64).float()
     with torch.no_grad():
         sweeps, _ = sweeps_of(model, pixels, 3)
         sweeps.run()
         scores = torch.from_numpy(pictures.shrunken(lambda tile: pictures._scores(sweeps, tile), sweeps.grid, 3))
-    layer = read_attention(model, pixels).layers[-1]
+    with on_grid(model, sweeps.grid):
+        layer = read_attention(model, pixels).layers[-1]
     for i, part in enumerate(("q", "k")):
         assert_close(scores[:, :, i], layer.scores(part)[0], 1e-5)
 
@@ -235,9 +237,13 @@ def with_one_softmax():
 REFUSED = {
     "softmax": (lambda: deit(attention="softmax"), r"blocks\.0\.attn is SoftmaxAttention.*sima linearize"),
     "xca": (lambda: xcit(attention="xca"), r"blocks\.0\.attn is XCAttention"),
-    "sima_local": (lambda: deit(attention="sima_local"), r"blocks\.0\.attn is SimLocalAttention"),
+    "elu": (lambda: deit(attention="elu"), r"blocks\.0\.attn is EluAttention.*sima, sima_local and relu2"),
     "one block": (with_one_softmax, r"blocks\.1\.attn is SoftmaxAttention"),
     "l2": (lambda: deit(attention_options={"norm": "l2"}), r"blocks\.0\.attn has norm='l2'"),
+    "l2 with a convolution": (
+        lambda: deit(attention="sima_local", attention_options={"norm": "l2"}),
+        r"blocks\.0\.attn has norm='l2'",
+    ),
     "class attention": (lambda: xcit(class_attention="softmax"), r"cls_attn_blocks\.0\.attn is ClassAttn"),
     "another family": (lambda: torch.nn.Linear(2, 2), "Linear cannot run tile by tile"),
     "foreign mlp": (with_foreign_mlp, "gives other features tile by tile than at once"),

@@ -21,9 +21,9 @@ def mini(name, **options):
     return timm.create_model(name, **{"embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 5, **options})
 
 
-def converted(name, **options):
+def converted(name, attention="sima", **options):
     model = timm.create_model(name, **options)
-    convert(model)
+    convert(model, attention)
     return model
 
 
@@ -37,9 +37,15 @@ MODELS = {
     ),
     "timm's deit 3": lambda: converted("deit3_small_patch16_224", **DYNAMIC),
     "mini vit, local mixer": lambda: mini("sima_vit_mini_patch4_64_local"),
+    "deit, sima_local": lambda: deit(attention="sima_local"),
+    "timm's vit, sima_local and registers": lambda: converted(
+        "vit_tiny_patch16_224", "sima_local", **DYNAMIC, qk_norm=True, reg_tokens=3
+    ),
+    "deit, relu2": lambda: deit(attention="relu2"),
     "xcit": xcit,
     "xcit, 16 px, average": lambda: xcit("sima_xcit_nano_12_p16_224", global_pool="avg", tokens_norm=True),
     "xcit, token_ref": lambda: xcit(token_ref="train", class_token_ref=4.0),
+    "xcit, sima_local": lambda: xcit(attention="sima_local", class_attention="sima"),
     "xcit without lpi": lambda: xcit("sima_xcit_nano_12_p8_224_nolpi"),
     "timm's xcit": lambda: converted("xcit_nano_12_p8_224", **XCIT),
     "mini xcit": lambda: mini("sima_xcit_mini_p4_64_relu"),

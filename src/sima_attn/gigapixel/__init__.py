@@ -1,6 +1,7 @@
 """Features of images that do not fit in memory.
 
 tiles, positions   rectangles of the token grid, and their position embeddings
+attentions         the attention of a block, on a tile
 network            a model -> its parts, each of which runs on a tile
 sources            TIFF, zarr, .npy and photos -> any rectangle of their pixels
 stores             tokens on disk, in host memory or on an accelerator

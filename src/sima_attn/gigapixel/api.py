@@ -25,6 +25,7 @@ from sima_attn.gigapixel.tiles import Tile
 from sima_attn.gigapixel.work import WorkFolder, identity_of, work_folder
 from sima_attn.models.preprocessing import Preprocessing
 from sima_attn.nn.eval_mode import eval_mode
+from sima_attn.nn.local_values import on_grid
 from sima_attn.nn.token_ref import trained_at
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
@@ -96,7 +97,8 @@ def features(
     Memory is bounded by the tile. The same call goes on with an interrupted run whose tokens are on disk.
 
     Args:
-        model: A SimA model of the DeiT or XCiT family, or a converted model of timm; on its device, in its dtype.
+        model: Of the DeiT or XCiT family with the attention sima, sima_local or relu2, or a model of timm converted
+            to one of these; on its device, in its dtype.
         image: A file (TIFF, .npy, or what Pillow reads), a folder of zarr, or an array [height, width, 3].
         out: FILE.zarr or FILE.npy for the features [rows, columns, C]. Without it they are returned.
         preprocessing: Its mean and std are used; by default those of the model's timm configuration.
@@ -210,7 +212,8 @@ def check_network(network: Network) -> None:
     sweeps = Sweeps(network, (height, width), lambda t: image[:, :, *t.slices], side, (first, second), result)
     prefix, _ = sweeps.run()
     tiled = torch.cat([prefix, result.values.flatten(0, 1)[None]], dim=1).double()
-    at_once = model.forward_features(image).double()
+    with on_grid(model, shape[:2]):
+        at_once = model.forward_features(image).double()
     error = ((tiled - at_once).norm() / at_once.norm()).item()
     if not error <= LARGEST_ERROR[network.dtype]:
         raise ValueError(

@@ -1,8 +1,8 @@
 """A model -> its parts, each of which runs on a tile of the token grid.
 
 The forward passes are those of the model's own blocks. Only the attention inside is exchanged for one whose sums over
-all tokens are given: with them, attention, MLP and class attention treat each token by itself, and the local patch
-interaction (LPI, two 3 x 3 convolutions) sees two tokens around it.
+all tokens are given: with them, attention, MLP and class attention treat each token by itself. A convolution of v sees
+one token around it, and the local patch interaction (LPI, two 3 x 3 convolutions) two.
 
 Shapes: tiles of r x c tokens [1, r, c, C], tokens [1, n, C], P prefix tokens (class token, registers).
 """
@@ -18,40 +18,17 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from timm.models.xcit import PositionalEncodingFourier, XCABlock, Xcit
 from torch import Tensor, nn
 
+from sima_attn.gigapixel.attentions import Sums, tiled_attention, unsupported
 from sima_attn.gigapixel.positions import FourierPositions, Grid, LearnedPositions, Positions
 from sima_attn.models.miniature import LocalBlock
 from sima_attn.models.xcit import BlockWithoutLpi
-from sima_attn.nn import SimAttention, SimClassAttention
-from sima_attn.nn.attention import normed
+from sima_attn.nn import SimClassAttention
 from sima_attn.ops.streaming import SimaAccumulator
 
 LPI_HALO = 2  # tokens: one for each of its convolutions
 STEM_HALO = 1  # tokens above and to the left: a chain of 3 x 3 convolutions of stride 2 sees no more than that
 Kinds = dict[type, tuple[Callable[..., Tensor], int]]  # class of a block -> how it is called, and its halo
 POOLINGS = ("token", "avg")  # the first token, and a sum over tokens
-
-
-class SummedAttention(nn.Module):
-    """The attention of a block, from given sums over all tokens; the tokens passed to it are only its queries."""
-
-    def __init__(self, attention: SimAttention) -> None:
-        super().__init__()
-        self.attention = attention
-        self.sums: SimaAccumulator | None = None
-
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Tokens [1, n, C] -> tokens [1, n, C]; a block of timm passes the masks, which are None and False."""
-        assert self.sums is not None
-        return self.attention.join(self.sums.attend(self.queries(x)))
-
-    def queries(self, x: Tensor) -> Tensor:
-        """q [1, H, n, D]: the first third of the packed projection."""
-        attention, qkv = self.attention, self.attention.qkv
-        if type(qkv) is not nn.Linear:  # such as a quantized one
-            return attention.split(x)[0]
-        bias = None if qkv.bias is None else qkv.bias[: attention.attn_dim]
-        q = F.linear(x, qkv.weight[: attention.attn_dim], bias).unflatten(2, (attention.num_heads, -1))
-        return normed(attention.q_norm, q.transpose(1, 2))
 
 
 class Stage:
@@ -61,33 +38,37 @@ class Stage:
         path: Where it is in the model, for errors.
         block: Of timm or this package; it is copied without its parameters, and not changed.
         forward: How it is called: (block, tokens [1, n, C], rows, columns) -> tokens.
-        halo: Tokens around a tile on which its output depends, apart from the attention.
+        halo: Tokens around a tile on which its output depends, apart from its attention.
     """
 
     def __init__(self, path: str, block: Any, forward: Callable[..., Tensor], halo: int = 0) -> None:
-        check_sima(f"{path}.attn", block.attn)
-        self.norm, self.attention, self.halo = block.norm1, block.attn, halo
-        self.summed = SummedAttention(block.attn)
-        self.block, self._forward = _with_attention(block, self.summed), forward
+        self.tiled = tiled_attention(f"{path}.attn", block.attn)
+        self.norm, self.halo = block.norm1, halo + self.tiled.halo
+        self.block, self._forward = _with_attention(block, self.tiled), forward
 
-    def new_sums(self) -> SimaAccumulator:
+    def new_sums(self) -> Sums:
         """Sums over no tokens."""
-        return SimaAccumulator(token_ref=self.attention.token_ref, eps=self.attention.eps)
+        return self.tiled.new_sums()
 
-    def add(self, sums: SimaAccumulator, x: Tensor) -> None:
+    def add(self, sums: Sums, x: Tensor) -> None:
         """Add tokens [1, n, C] to the sums of the attention."""
-        q, k, v = self.attention.split(self.norm(x))
-        sums.add_queries(q)
-        sums.add_keys(k, v)
+        self.tiled.add(sums, self.norm(x))
 
-    def apply(self, sums: SimaAccumulator, x: Tensor) -> Tensor:
+    def normalized(self, sums: Sums, x: Tensor) -> tuple[Tensor, Tensor]:
+        """q and k [1, H, n, D] of tokens [1, n, C], as the attention normalizes them."""
+        return self.tiled.normalized(sums, self.norm(x))
+
+    def apply(self, sums: Sums, x: Tensor) -> Tensor:
         """A tile [1, r, c, C] -> the tile after the block; the outermost `halo` tokens inside the image are wrong."""
         rows, columns = x.shape[1:3]
-        return self.apply_tokens(sums, x.flatten(1, 2), rows, columns).unflatten(1, (rows, columns))
+        return self._apply(sums, x.flatten(1, 2), rows, columns).unflatten(1, (rows, columns))
 
-    def apply_tokens(self, sums: SimaAccumulator, x: Tensor, rows: int = 0, columns: int = 0) -> Tensor:
-        """Tokens [1, n, C] -> tokens; without a grid for blocks whose `halo` is 0."""
-        self.summed.sums = sums
+    def apply_prefix(self, sums: Sums, x: Tensor) -> Tensor:
+        """Prefix tokens [1, P, C] -> those after the block."""
+        return self._apply(sums, x, 0, 0)
+
+    def _apply(self, sums: Sums, x: Tensor, rows: int, columns: int) -> Tensor:
+        self.tiled.sums, self.tiled.grid = sums, (rows, columns)
         return self._forward(self.block, x, rows, columns)
 
 
@@ -96,7 +77,7 @@ class ClassStage:
 
     def __init__(self, path: str, block: Any) -> None:
         if not isinstance(block.attn, SimClassAttention):
-            raise not_sima(f"{path}.attn", block.attn)
+            raise unsupported(f"{path}.attn", block.attn)
         self.norm, self.attention = block.norm1, block.attn
         self.summed = _ClassAttention()
         self.block = _with_attention(block, self.summed)
@@ -111,20 +92,20 @@ class ClassStage:
         layers = (self.attention.q, self.attention.k, self.attention.v)
         return tuple(layer(x).unflatten(2, (heads, -1)).transpose(1, 2) for layer in layers)
 
-    def pass_tokens(self, sums: SimaAccumulator, x: Tensor) -> Tensor:
+    def pass_tokens(self, sums: Sums, x: Tensor) -> Tensor:
         """Add patch tokens [1, n, C] to the sums, and return them after the block."""
         self.add(sums, x)
         self.summed.output = torch.zeros_like(x[:, :1])
         return self.block(torch.cat([self.summed.output, x], dim=1))[:, 1:]
 
-    def add(self, sums: SimaAccumulator, x: Tensor) -> Tensor:
+    def add(self, sums: Sums, x: Tensor) -> Tensor:
         """Add tokens [1, n, C] to the sums; their queries."""
         q, k, v = self.project(x)
         sums.add_queries(q)
         sums.add_keys(k, v)
         return q
 
-    def class_token(self, sums: SimaAccumulator, token: Tensor) -> Tensor:
+    def class_token(self, sums: Sums, token: Tensor) -> Tensor:
         """The class token [1, 1, C] after the block, from the sums over all patch tokens."""
         q = self.add(sums, token)
         o = sums.attend(q).transpose(1, 2).flatten(2)  # [1, 1, C]
@@ -179,14 +160,14 @@ class Network(ABC):
     def settle(self, tokens: Tensor) -> Tensor:
         """What follows the position embedding: tokens -> tokens."""
 
-    def finish(self, sums: list[SimaAccumulator], x: Tensor) -> Tensor:
+    def finish(self, sums: list[Sums], x: Tensor) -> Tensor:
         """A tile [1, r, c, C] after the last block -> final features; adds it to the sums of the class stages."""
         grid, x = x.shape[1:3], x.flatten(1, 2)
         for stage, of_stage in zip(self.class_stages, sums, strict=True):
             x = stage.pass_tokens(of_stage, x)
         return self.model.norm(x).unflatten(1, tuple(grid))
 
-    def finish_prefix(self, sums: list[SimaAccumulator], prefix: Tensor) -> Tensor:
+    def finish_prefix(self, sums: list[Sums], prefix: Tensor) -> Tensor:
         """The prefix tokens of the output, from those after the last block and the sums of the class stages."""
         return self.model.norm(prefix)
 
@@ -280,7 +261,7 @@ class XcitNetwork(Network):
         """Nothing."""
         return tokens
 
-    def finish_prefix(self, sums: list[SimaAccumulator], prefix: Tensor) -> Tensor:
+    def finish_prefix(self, sums: list[Sums], prefix: Tensor) -> Tensor:
         """The class token."""
         token = self.model.cls_token
         for stage, of_stage in zip(self.class_stages, sums, strict=True):
@@ -325,23 +306,3 @@ def _with_attention(block: Any, attention: nn.Module) -> Any:
     copied = copy.copy(block)
     copied._modules = {**block._modules, "attn": attention}
     return copied
-
-
-def check_sima(path: str, attention: nn.Module) -> None:
-    """Raise unless an attention is SimA with l1 norms over the tokens of this process."""
-    if not isinstance(attention, SimAttention) or type(attention).core is not SimAttention.core:
-        raise not_sima(path, attention)
-    if attention.norm_over_tokens != "l1":
-        raise ValueError(
-            f"{path} has norm={attention.norm_over_tokens!r}: only norm='l1' runs tile by tile; train the model with it"
-        )
-    if attention.group is not None:
-        raise ValueError(f"{path} has its tokens split over a group of processes; set its `group` to None")
-
-
-def not_sima(path: str, attention: nn.Module) -> ValueError:
-    """The error for another attention."""
-    return ValueError(
-        f"{path} is {type(attention).__name__}, not SimA: only SimA's sums can be added tile by tile; "
-        "`sima linearize` makes a SimA model of a pretrained one, `sima_attn.convert` one to be trained"
-    )

@@ -22,6 +22,7 @@ from sima_attn.gigapixel.sources import Source
 from sima_attn.gigapixel.stores import TileArray
 from sima_attn.gigapixel.sweeps import Sweeps
 from sima_attn.gigapixel.tiles import Tile, tiles_of
+from sima_attn.ops.eager import compute_dtype
 from sima_attn.report.drawing import overlay
 from sima_attn.report.feature_colours import FeatureColours
 
@@ -90,13 +91,11 @@ def _pixels(source: Source, tile: Tile) -> Tensor:
 
 
 def _scores(sweeps: Sweeps, tile: Tile) -> Tensor:
-    """The norms [r, c, 2] of q-hat and k-hat, as in `explain.maps`."""
-    (sums,) = sweeps.progress.sums
-    norms = []
-    for x, total in zip(sweeps.queries_and_keys(tile), (sums.q_norm, sums.k_norm), strict=True):
-        assert total is not None
-        unit = x.to(total.dtype) / total.clamp_min(sums.eps)[:, :, None]  # [1, H, n, D]
-        norms.append(unit.square().sum((1, 3)).sqrt()[0].unflatten(0, tile.shape))
+    """The norms [r, c, 2] of q and k, normalized as in `explain.maps`."""
+    norms = [
+        x.to(compute_dtype(x.dtype)).square().sum((1, 3)).sqrt()[0].unflatten(0, tile.shape)
+        for x in sweeps.queries_and_keys(tile)
+    ]
     return torch.stack(norms, dim=2)
 
 

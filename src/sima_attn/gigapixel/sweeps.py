@@ -13,15 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sima_attn.gigapixel.attentions import Sums
 from sima_attn.gigapixel.network import Network
 from sima_attn.gigapixel.positions import Grid
 from sima_attn.gigapixel.stores import TileArray
 from sima_attn.gigapixel.tiles import Tile, tiles_of
 from sima_attn.ops.eager import compute_dtype
-from sima_attn.ops.streaming import SimaAccumulator
 
 SAVE_SECONDS = 10.0  # between two records of the progress
-_SUMS = ("kv", "k_norm", "q_norm", "queries")
 
 Pixels = Callable[[Tile], Tensor]  # tile in pixels -> normalized [1, 3, height, width]
 
@@ -42,15 +41,18 @@ class Progress:
     sweep: int
     tile: int
     prefix: Tensor
-    sums: list[SimaAccumulator]
-    following: list[SimaAccumulator]
+    sums: list[Sums]
+    following: list[Sums]
     total: Tensor
 
     def to_dict(self) -> dict[str, Any]:
         """As tensors and numbers."""
         values = {"sweep": self.sweep, "tile": self.tile, "prefix": self.prefix, "total": self.total}
         for name in ("sums", "following"):
-            values[name] = [{part: getattr(each, part) for part in _SUMS} for each in getattr(self, name)]
+            values[name] = [
+                {part: value for part, value in vars(each).items() if isinstance(value, Tensor)}
+                for each in getattr(self, name)
+            ]
         return values
 
     def update(self, values: dict[str, Any], sweeps: "Sweeps") -> None:
@@ -61,8 +63,8 @@ class Progress:
         self.sums, self.following = sweeps.sums_before(self.sweep), sweeps.sums_after(self.sweep)
         for name in ("sums", "following"):
             for mine, saved in zip(getattr(self, name), values[name], strict=True):
-                for part in _SUMS:
-                    setattr(mine, part, None if saved[part] is None else saved[part].to(device))
+                for part, value in saved.items():
+                    setattr(mine, part, value.to(device))
 
 
 class Sweeps:
@@ -119,17 +121,14 @@ class Sweeps:
         return self.network.finish_prefix(self.progress.following, self.progress.prefix), mean
 
     def queries_and_keys(self, tile: Tile) -> tuple[Tensor, Tensor]:
-        """q and k [1, H, n, D] of a tile in the last attention; after `run`."""
-        x = self._read(tile, self.last).flatten(1, 2)
-        stage = self.network.stages[-1]
-        q, k, _ = stage.attention.split(stage.norm(x))
-        return q, k
+        """q and k [1, H, n, D] of a tile in the last attention, as it normalizes them; after `run`."""
+        return self.network.stages[-1].normalized(self.progress.sums[0], self._read(tile, self.last).flatten(1, 2))
 
-    def sums_before(self, sweep: int) -> list[SimaAccumulator]:
+    def sums_before(self, sweep: int) -> list[Sums]:
         """Empty sums of the attention that a sweep applies."""
         return [] if sweep == 0 else [self.network.stages[sweep - 1].new_sums()]
 
-    def sums_after(self, sweep: int) -> list[SimaAccumulator]:
+    def sums_after(self, sweep: int) -> list[Sums]:
         """Empty sums of the attentions that a sweep adds to: one, or after the last block those of class attention."""
         stages = self.network.class_stages if sweep == self.last else [self.network.stages[sweep]]
         return [stage.new_sums() for stage in stages]
@@ -144,7 +143,7 @@ class Sweeps:
         """The start of the next sweep; its block is applied to the prefix tokens first."""
         prefix = now.prefix
         if prefix.shape[1]:
-            prefix = self.network.stages[now.sweep].apply_tokens(now.following[0], prefix)
+            prefix = self.network.stages[now.sweep].apply_prefix(now.following[0], prefix)
         following = Progress(now.sweep + 1, 0, prefix, now.following, self.sums_after(now.sweep + 1), now.total)
         self._add(following, prefix)
         return following

@@ -4,6 +4,8 @@ Shapes: B batch, H heads, N tokens, D channels per head, C = H * D, P prefix tok
 """
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -44,8 +46,12 @@ class LocalValues(nn.Module):
 
     def forward(self, v: Tensor) -> Tensor:
         """The convolution of v. Views of a packed projection are read without a copy."""
-        _, H, N, D = v.shape
-        P, rows, columns = self.layout(N)
+        return self.convolve(v, self.layout(v.shape[2]))
+
+    def convolve(self, v: Tensor, layout: TokenLayout) -> Tensor:
+        """The convolution of v on a given layout of its tokens."""
+        _, H, _, D = v.shape
+        P, rows, columns = layout
         x = v.transpose(1, 2).flatten(2)[:, P:]  # [B, rows * columns, C]
         x = x.transpose(1, 2).unflatten(2, (rows, columns))  # [B, C, rows, columns]
         with without_autocast(v):  # the dtype of the output is that of v, as for A v
@@ -101,3 +107,16 @@ class LocalAttention(Attention):
         width = cost.shape.heads * cost.shape.Dv
         macs, scratch = cost.macs + 9 * rows * columns * width, cost.scratch + cost.shape.N * width
         return dataclasses.replace(cost, macs=macs, scratch=scratch)
+
+
+@contextmanager
+def on_grid(model: nn.Module, grid: tuple[int, int]) -> Iterator[None]:
+    """A context in which all convolutions of v in a model take this grid; afterwards each `grid` is restored."""
+    before = [(module, module.grid) for module in model.modules() if isinstance(module, LocalValues)]
+    try:
+        for module, _ in before:
+            module.grid = grid
+        yield
+    finally:
+        for module, old in before:
+            module.grid = old
