@@ -16,11 +16,14 @@ from typer.testing import CliRunner
 import forked
 from closeness import assert_close
 from full_disk import no_file_above
-from sima_attn import cli, save
+from sima_attn import cli, linearize, save
 from sima_attn._files import DiskFullError, lock
 from sima_attn.gigapixel import features, sweeps
 from sima_attn.gigapixel.stores import FileArray
+from sima_attn.models.loading import load_model
 from sima_attn.models.preprocessing import Preprocessing
+from sima_attn.nn.local_values import on_grid
+from small_runs import class_folders
 
 HOW = Preprocessing(32, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
 TILE = 3
@@ -113,6 +116,17 @@ def stop_at(place):
             raise StoppedError
 
     return on_step
+
+
+@pytest.mark.parametrize("name", ["deit, sima_local", "deit, relu2"])
+def test_the_sums_of_every_attention_are_in_the_record(name, photo, tmp_path, monkeypatch):
+    monkeypatch.setattr(sweeps, "SAVE_SECONDS", 0)
+    out, options = tmp_path / "f.npy", {"preprocessing": HOW, "tile": TILE}
+    with pytest.raises(StoppedError):
+        features(build(name), photo, out, **options, on_step=stop_at(14))  # the middle of a sweep
+    done = features(build(name), photo, out, **options)
+    assert done.resumed_at == 14
+    assert np.array_equal(read(out), features(build(name), photo, **options).features.numpy())
 
 
 def test_only_the_same_run_goes_on(photo, tmp_path, monkeypatch):
@@ -259,6 +273,31 @@ def test_the_command_prints_classes_and_writes_everything(photo, tmp_path):
     assert names(tmp_path / "p") == ["photo_k.png", "photo_pca.png", "photo_q.png"]
     about = dict(zarr.open_array(tmp_path / "f.zarr").attrs)
     assert (about["patch"], about["model"]) == (8, "VisionTransformer"), json.dumps(about)
+
+
+def test_a_linearized_model_runs_over_an_image_that_is_not_square(photo, tmp_path):
+    settings = {key: value for key, value in VIT.items() if key != "num_classes"}
+    teacher, run = build("deit", attention="softmax"), tmp_path / "student"
+    few = [
+        "run.threads=1",
+        "data.workers=0",
+        "data.cache=true",
+        "report.speed=false",
+        "report.trade=0",
+        "report.photos=0",
+    ]
+    options = {"model_kwargs": settings, "attention": "sima_local", "steps": 4, "batch": 4, "overrides": few}
+    linearize(teacher, class_folders(tmp_path / "photos"), run, **options, device="cpu", quiet=True)
+    words = ["features", photo, "--model", run, "--out", tmp_path / "f.npy", "--tile", "4", "--device", "cpu"]
+    result = CliRunner().invoke(cli.app, [*map(str, words)])
+    assert result.exit_code == 0, result.output + str(result.exception)
+    assert "times as many tokens" not in result.output  # sima_local has its own scale
+    student = load_model(run)
+    pixels = torch.from_numpy(np.array(Image.open(photo))).permute(2, 0, 1)[None] / 255.0
+    mean, std = (torch.tensor(each)[:, None, None] for each in (student.preprocessing.mean, student.preprocessing.std))
+    with torch.no_grad(), on_grid(student.model, (9, 8)):
+        expected = student.model.forward_features((pixels - mean) / std)
+    assert_close(torch.from_numpy(np.load(tmp_path / "f.npy")), expected[0, 1:].unflatten(0, (9, 8)), 1e-5)
 
 
 def test_the_command_takes_half_precision_and_names_a_wrong_one(photo, tmp_path):

@@ -13,7 +13,7 @@ from closeness import assert_close
 from sima_attn.auditing import assert_exp_free
 from sima_attn.nn import Relu2Attention, SimAttention, SimLocalAttention, create_attention
 from sima_attn.nn.grid import token_layout
-from sima_attn.nn.local_values import LocalValues
+from sima_attn.nn.local_values import LocalValues, on_grid
 from sima_attn.ops import AttentionShape, sima_attention
 
 B, H, D = 2, 3, 8
@@ -57,6 +57,17 @@ def test_is_a_depthwise_convolution_of_the_patch_tokens_and_zero_for_the_others(
     assert out.shape == v.shape
     assert not out[:, :, :prefix].any()
     assert_close(out[:, :, prefix:].permute(0, 1, 3, 2).reshape_as(expected), expected)
+
+
+@both
+def test_within_on_grid_a_module_has_that_grid_and_afterwards_its_own_again(name):
+    module, x = build(name, grid=(3, 4)), tokens(1 + 10)
+    other = build(name, grid=(2, 5))
+    other.load_state_dict(module.state_dict())
+    with pytest.raises(ZeroDivisionError), on_grid(torch.nn.Sequential(module), (2, 5)):
+        assert torch.equal(module(x), other(x))
+        raise ZeroDivisionError
+    assert module.local.grid == (3, 4)
 
 
 def test_a_packed_projection_is_read_without_a_copy_and_written_token_by_token():

@@ -57,6 +57,13 @@ def test_a_module_keeps_its_own_and_what_was_before_comes_back_after_an_error():
     assert [module.token_ref for module in sima_modules(model)] == [100, None]
 
 
+def test_where_every_module_has_one_no_forward_pass_is_needed():
+    options = {"attention": "sima_local", "attention_options": {"grid": (1, 2)}}  # at 64 px there are 4 x 4 tokens
+    model = model_of("sima_deit_tiny_patch16_224", **options)
+    with trained_at(model, 64):
+        assert {module.token_ref for module in sima_modules(model)} == {1.0}
+
+
 def test_a_model_without_sima_is_an_error():
     with pytest.raises(ValueError, match="this model has no SimA attention"):
         set_token_ref(model_of("sima_vit_mini_patch4_64", attention="softmax"), 64)

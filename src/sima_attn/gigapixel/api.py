@@ -92,7 +92,7 @@ def features(
     pictures: str | Path | None = None,
     on_step: OnStep = lambda what, done, total: None,
 ) -> FeatureGrid:
-    """The final tokens of a SimA ViT or XCiT for an image of any size: those of the model run at once.
+    """The final tokens of a ViT or XCiT for an image of any size: those of the model run at once.
 
     Memory is bounded by the tile. The same call goes on with an interrupted run whose tokens are on disk.
 

@@ -186,14 +186,8 @@ def tiled_attention(path: str, attention: nn.Module) -> TiledAttention:
     """An attention on tiles; raises for one that cannot run tile by tile. `path` is its place in the model."""
     kind = TILED.get(getattr(type(attention), "core", None))
     if kind is None:
-        raise unsupported(path, attention)
+        raise ValueError(
+            f"{path} is {type(attention).__name__}, which cannot run tile by tile: supported are sima, sima_local and "
+            "relu2; `sima linearize` makes such a model of a pretrained one, `sima_attn.convert` one to be trained"
+        )
     return kind(path, attention)
-
-
-def unsupported(path: str, attention: nn.Module) -> ValueError:
-    """The error for an attention that cannot run tile by tile."""
-    return ValueError(
-        f"{path} is {type(attention).__name__}, which cannot run tile by tile: supported are the attentions sima, "
-        "sima_local and relu2, and SimA's class attention; `sima linearize` makes such a model of a pretrained one, "
-        "`sima_attn.convert` one to be trained"
-    )

@@ -18,7 +18,7 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from timm.models.xcit import PositionalEncodingFourier, XCABlock, Xcit
 from torch import Tensor, nn
 
-from sima_attn.gigapixel.attentions import Sums, tiled_attention, unsupported
+from sima_attn.gigapixel.attentions import Sums, tiled_attention
 from sima_attn.gigapixel.positions import FourierPositions, Grid, LearnedPositions, Positions
 from sima_attn.models.miniature import LocalBlock
 from sima_attn.models.xcit import BlockWithoutLpi
@@ -77,7 +77,10 @@ class ClassStage:
 
     def __init__(self, path: str, block: Any) -> None:
         if not isinstance(block.attn, SimClassAttention):
-            raise unsupported(f"{path}.attn", block.attn)
+            raise ValueError(
+                f"{path}.attn is {type(block.attn).__name__}, which cannot run tile by tile: of class attentions only "
+                "SimA's can; create the model with class_attention='sima', or convert it to the attention sima"
+            )
         self.norm, self.attention = block.norm1, block.attn
         self.summed = _ClassAttention()
         self.block = _with_attention(block, self.summed)

@@ -29,6 +29,8 @@ def set_token_ref(model: nn.Module, trained_size: int) -> None:
     if not modules:
         raise ValueError("token_ref is for SimA attention only, and this model has no SimA attention; omit it")
     without = [module for module in modules if module.token_ref is None]
+    if not without:
+        return  # without a forward pass, which `sima_local` with a grid of another size would refuse
     for module, tokens in zip(without, tokens_at(model, without, trained_size), strict=True):
         module.token_ref = tokens
 
