@@ -286,8 +286,8 @@ def test_a_linearized_model_runs_over_an_image_that_is_not_square(photo, tmp_pat
         "report.trade=0",
         "report.photos=0",
     ]
-    options = {"model_kwargs": settings, "attention": "sima_local", "steps": 4, "batch": 4, "overrides": few}
-    linearize(teacher, class_folders(tmp_path / "photos"), run, **options, device="cpu", quiet=True)
+    options = {"model_kwargs": settings, "attention": "sima_local", "steps": 4, "batch": 9, "overrides": few}
+    linearize(teacher, class_folders(tmp_path / "photos", (3, 1)), run, **options, device="cpu", quiet=True)
     words = ["features", photo, "--model", run, "--out", tmp_path / "f.npy", "--tile", "4", "--device", "cpu"]
     result = CliRunner().invoke(cli.app, [*map(str, words)])
     assert result.exit_code == 0, result.output + str(result.exception)

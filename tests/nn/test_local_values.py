@@ -61,12 +61,14 @@ def test_is_a_depthwise_convolution_of_the_patch_tokens_and_zero_for_the_others(
 
 @both
 def test_within_on_grid_a_module_has_that_grid_and_afterwards_its_own_again(name):
-    module, x = build(name, grid=(3, 4)), tokens(1 + 10)
+    module, x = build(name, grid=(3, 4)), tokens(10)
     other = build(name, grid=(2, 5))
     other.load_state_dict(module.state_dict())
-    with pytest.raises(ZeroDivisionError), on_grid(torch.nn.Sequential(module), (2, 5)):
+    with on_grid(torch.nn.Sequential(module), (2, 5)):
         assert torch.equal(module(x), other(x))
-        raise ZeroDivisionError
+    assert module.local.grid == (3, 4)
+    with pytest.raises(ValueError, match="40 tokens are not a grid of 2 x 5"), on_grid(module, (2, 5)):
+        module(tokens(40))
     assert module.local.grid == (3, 4)
 
 
