@@ -226,7 +226,6 @@ def relief(
     """The map by SimA, and the time of softmax on it, from the rows of softmax in `scaling`."""
     from PIL import Image
 
-    Image.MAX_IMAGE_PIXELS = None
     with Image.open(photo) as image:
         width, height = image.size
         middle = (width // 2 - CROP // 2, height // 2 - CROP // 2)
