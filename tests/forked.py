@@ -19,7 +19,7 @@ import torch
 
 CONTEXT = multiprocessing.get_context("forkserver")
 IMPORTED = ["sima_attn.train.classify", "sima_attn.dino.task", "lightning.fabric", "matplotlib.figure"]
-IMPORTED += ["torch.utils.tensorboard", "sima_attn.train.precision"]
+IMPORTED += ["torch.utils.tensorboard", "sima_attn.train.strategies"]
 
 
 def start(log: Path, function, *arguments, **options):

@@ -441,13 +441,19 @@ def test_an_extra_is_installed_from_where_the_package_came_from(monkeypatch, ori
     """Before the package is published its name is not known to pip."""
     installed = Mock(**{"read_text.return_value": origin and json.dumps(origin)})
     monkeypatch.setattr(_install, "distribution", lambda name: installed)
-    monkeypatch.setattr(_install, "find_spec", lambda name: "pip")
+    monkeypatch.setattr(_install, "_is_installed", lambda name: True)
     assert (install_command("hf"), install_command()) == (with_extra, alone)
-    monkeypatch.setattr(_install, "find_spec", lambda name: None)
+    monkeypatch.setattr(_install, "_is_installed", lambda name: False)
     monkeypatch.setattr(_install, "which", lambda name: "uv")
     assert install_command() == f"uv {alone}"
     monkeypatch.setattr(_install, "which", lambda name: None)
     assert shlex.split(install_command())[:4] == ["pip", "--python", sys.executable, "install"]
+
+
+def test_an_install_command_does_not_break_setuptools():
+    """torch.compile imports it, in the same process."""
+    code = "from sima_attn._install import install_command; install_command(); import setuptools"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_a_source_tree_that_is_not_installed_is_installed_as_one(monkeypatch):

@@ -4,7 +4,6 @@ import json
 import shlex
 import sys
 from importlib.metadata import PackageNotFoundError, distribution
-from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
 from urllib.parse import unquote, urlparse
@@ -26,9 +25,22 @@ def install_command(extra: str = "") -> str:
 
 def _tool() -> str:
     """pip; where this environment has none, as those of uv, uv or the pip of another environment."""
-    if find_spec("pip") is not None:
+    if _is_installed("pip"):
         return "pip install"
     return "uv pip install" if which("uv") else f"pip --python {shlex.quote(sys.executable)} install"
+
+
+def _is_installed(name: str) -> bool:
+    """Whether a distribution is installed.
+
+    Its metadata are asked, not `importlib.util.find_spec`: with Python 3.11 the finder of setuptools takes a search for
+    the module pip as a sign that pip runs. Importing setuptools then fails in this process, and torch.compile with it.
+    """
+    try:
+        distribution(name)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def _origin() -> dict | None:
