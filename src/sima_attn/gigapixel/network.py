@@ -190,7 +190,7 @@ class VitNetwork(Network):
     """A vision transformer of timm or this package."""
 
     def __init__(self, model: Any) -> None:
-        kinds: Kinds = {Block: (_call_block, 0), LocalBlock: (LocalBlock.on_grid, LPI_HALO)}
+        kinds: Kinds = {Block: (_call_block, 0), LocalBlock: (_call_local_block, LPI_HALO)}
         super().__init__(model, _stages(model, kinds), [])
         side, other = model.patch_embed.patch_size
         if side != other:
@@ -298,6 +298,10 @@ def _stages(model: Any, kinds: Kinds) -> list[Stage]:
 
 def _call_block(block: nn.Module, x: Tensor, rows: int, columns: int) -> Tensor:
     return block(x)
+
+
+def _call_local_block(block: nn.Module, x: Tensor, rows: int, columns: int) -> Tensor:
+    return block(x, grid=(rows, columns))
 
 
 def _call_xcit_block(block: nn.Module, x: Tensor, rows: int, columns: int) -> Tensor:

@@ -48,12 +48,6 @@ class LocalBlock(Block):
     ) -> Tensor:
         """Tokens [B, N, C] of a grid, by default a square one -> tokens [B, N, C]."""
         rows, columns = token_grid(x.shape[1], grid, "the local mixer")
-        return self.on_grid(x, rows, columns, attn_mask, is_causal)
-
-    def on_grid(
-        self, x: Tensor, rows: int, columns: int, attn_mask: Tensor | None = None, is_causal: bool = False
-    ) -> Tensor:
-        """Tokens [B, N, C] of a grid -> tokens [B, N, C]."""
         x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal)))
         x = x + self.drop_path3(self.ls3(self.local_mp(self.norm3(x), rows, columns)))
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
