@@ -58,6 +58,7 @@ STUDENT_SETTINGS = (
     "schedule.finetune_lr=0.05",
     "report.speed=false",
 )
+STUDENT_GPU_SETTINGS = ("run.cuda_graph=true",)
 LABEL_SETTINGS = ("augment.mixup=0.8", "augment.cutmix=1.0", "augment.smoothing=0.1")  # as for the teacher
 
 
@@ -114,7 +115,8 @@ class Bench:
     Attributes:
         epochs: Of the teacher.
         settings: Changes to all recipes, as for `--set`.
-        teacher_settings, student_settings: The same for the teacher, and for the students.
+        teacher_settings: The same for the teacher and for the run from scratch.
+        student_settings: The same for the students.
     """
 
     data: str
@@ -156,7 +158,7 @@ class Bench:
         start, last = time.monotonic(), place / "linearized"
         if student.name == "sima_scratch":
             last, changes = place / "run", list(self.settings)
-            recipe = with_shape_of(teacher, self.recipe(SCRATCH_RUN, EPOCHS))
+            recipe = with_shape_of(teacher, self.recipe(SCRATCH_RUN, EPOCHS, self.teacher_settings))
             train_classifier(recipe, last, device=self.device)
         else:
             labelled = LABEL_SETTINGS if student.labels else ()
@@ -252,6 +254,7 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     device = resolve_device(given.device)
     on_gpu = TEACHER_SETTINGS if device == "cuda" else ()
+    students_on_gpu = STUDENT_GPU_SETTINGS if device == "cuda" else ()
     bench = Bench(
         given.data,
         given.folder,
@@ -259,7 +262,7 @@ def main(arguments: list[str] | None = None) -> None:
         given.epochs,
         given.set,
         (*on_gpu, *given.set_teacher),
-        given.set_student,
+        (*students_on_gpu, *given.set_student),
     )
     for name in given.only or ([] if given.rows else steps):
         bench.run(name)

@@ -59,14 +59,15 @@ def test_a_student_of_the_real_model_is_measured_on_the_val_photos(folder, capsy
     settings = ["run.precision=fp32", "data.workers=0", "run.threads=1", "report.trade=0", "report.photos=0"]
     options = [part for setting in settings for part in ("--set", setting)]
     shape = ["--epochs", "2", "1", "1", "--batch", "8", "--device", "cpu", "--folder", str(folder), "--out", str(out)]
-    linearize_real.main(["run", "--attention", "relu2", *shape, *options])
+    linearize_real.main(["run", "--attention", "relu2_wide", "--decoder", *shape, *options])
     (row,) = read_rows(out, RealRow)
-    assert (row.attention, row.target_cosine, row.target_iou) == ("relu2", 0.975, 0.93)
+    assert (row.attention, row.decoder) == ("relu2_wide", True)
+    assert (row.target_cosine, row.target_iou) == (0.975, 0.93)
     assert (row.train_images, row.val_images, row.batch) == (24, 3, 8)
     assert row.steps == 4 * (23 // 8)  # one photo of train/ is held out
     assert "schedule.block_epochs=2 schedule.attention_epochs=1 schedule.network_epochs=1" in row.settings
     assert real_table([row]).markdown() in capsys.readouterr().out
-    student = load_model(folder / "students" / "relu2").model
+    student = load_model(folder / "students" / "relu2_wide").model
     teacher, decoder = build_networks(weights_in(folder), SIZE)
     measured = compare(teacher, student, decoder, sorted((folder / "photos" / "val").iterdir()))
     assert_close(torch.tensor(measured), torch.tensor([row.patch_cosine, row.class_cosine, row.mask_iou]), 1e-4)

@@ -8,6 +8,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from torch import nn
 from typer.testing import CliRunner
 
 from closeness import assert_close
@@ -24,6 +25,7 @@ from sima_attn.distill.networks import (
     exchanged,
     fit_gains,
     fold_gains,
+    head_error,
     output_loss,
     projections_in,
     recorded,
@@ -31,11 +33,12 @@ from sima_attn.distill.networks import (
     run,
     settings_of,
 )
-from sima_attn.distill.recipes import ATTENTIONS, BLOCKS, NETWORK, LinearizeRecipe, Stages
+from sima_attn.distill.recipes import ATTENTIONS, BLOCKS, NETWORK, STAGES, LinearizeRecipe, Stages
 from sima_attn.distill.task import Linearization
 from sima_attn.models.loading import load_model
 from sima_attn.nn.registry import create_attention
 from sima_attn.train.classify import train_classifier
+from sima_attn.train.logs import read_log
 from sima_attn.train.recipes import digits
 from sima_attn.train.run import RunFolder
 
@@ -70,7 +73,7 @@ def test_the_student_follows_its_teacher(done):
     assert result.metrics["top1"] > result.metrics["teacher_top1"] - 5
 
 
-@pytest.mark.parametrize("attention", ["sima", "sima_local", "relu2"])
+@pytest.mark.parametrize("attention", ["sima", "sima_local", "relu2", "relu2_wide"])
 def test_a_student_is_within_one_point_of_its_teacher(attention, teacher, tmp_path):
     """One point is 3.5 of the 355 val images; the students miss at most one that the teacher has right."""
     epochs = ["schedule.block_epochs=3", "schedule.attention_epochs=4", "schedule.network_epochs=1"]
@@ -80,7 +83,7 @@ def test_a_student_is_within_one_point_of_its_teacher(attention, teacher, tmp_pa
     assert result.metrics["teacher_top1"] > 97
     assert result.metrics["top1"] > result.metrics["teacher_top1"] - 1
     stages = dict(result.record.stages)
-    assert stages["conversion"]["top1"] < result.metrics["top1"] - 1
+    assert stages["conversion"]["top1"] <= result.metrics["top1"]
     assert stages["conversion"]["cosine"] < stages["blocks"]["cosine"] < stages["network"]["cosine"]
     assert_exp_free(result.model, input_size=(3, 8, 8))
 
@@ -427,3 +430,59 @@ def test_the_command(teacher, tmp_path):
     assert result.exit_code == 0, result.output
     assert "blocks.0.attn" in result.output
     assert (out / "weights.safetensors").is_file()
+
+
+class SquaredHead(nn.Module):
+    """A head whose output depends on few directions of the tokens, and not linearly."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.first, self.second = nn.Linear(channels, 2), nn.Linear(2, 1)
+
+    def forward(self, tokens):
+        return self.second(self.first(tokens).square())
+
+
+def test_a_head_on_the_tokens_is_matched_too(teacher, tmp_path):
+    torch.manual_seed(0)
+    head = SquaredHead(load_model(teacher).model.embed_dim)
+    before = copy.deepcopy(head.state_dict())
+    errors = {}
+    for weight in (0, 10):
+        changes = [*SMALL, f"transfer.head={weight}", "schedule.attention_lr=1", "schedule.network_lr=0.1"]
+        changes += ["report.trade=0", "report.photos=0"]
+        done = linearized(teacher, tmp_path / str(weight), head=head, overrides=changes)
+        errors[weight] = done.metrics["head_error"]
+    assert errors[10] < 0.8 * errors[0]
+    assert all(torch.equal(value, before[name]) for name, value in head.state_dict().items())
+    assert all(parameter.requires_grad for parameter in head.parameters())
+    assert "relative error of the head" in (tmp_path / "10" / "report.md").read_text()
+    with pytest.raises(ValueError, match="was started with a head on the teacher's tokens, and no head was given"):
+        linearize(None, out=tmp_path / "10", resume=True, device="cpu", quiet=True)
+
+
+def test_the_error_of_a_head_is_that_of_its_output():
+    head, found, wanted = nn.Linear(4, 2), *(Output(torch.randn(2, 3, 4), torch.zeros(2, 0)) for _ in range(2))
+    assert_close(
+        head_error(head, found, wanted), relative_error(found.tokens @ head.weight.T + head.bias, head(wanted.tokens))
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_close(
+            head_error(head, found, wanted), relative_error(head(found.tokens).float(), head(wanted.tokens)), 1e-1
+        )
+        assert head_error(head, wanted, wanted) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_recorded_linearization_is_the_plain_one(teacher, tmp_path):
+    """Each stage has a loss of its own, and a recording of its own."""
+    logs = {}
+    for recorded_pass in ("false", "true"):
+        changes = [*SMALL, "data.cache=true", "report.trade=0", "report.photos=0", f"run.cuda_graph={recorded_pass}"]
+        linearized(teacher, tmp_path / recorded_pass, overrides=changes, device="cuda", finetune=2)
+        logs[recorded_pass] = read_log(tmp_path / recorded_pass / "train.csv")
+    assert {row["stage"] for row in logs["true"]} == set(STAGES)
+    for a, b in zip(logs["false"], logs["true"], strict=True):
+        for column in ("loss", "grad_norm"):
+            assert float(b[column]) == pytest.approx(float(a[column]), rel=1e-2, abs=1e-4), (a["step"], column)

@@ -53,6 +53,15 @@ def relu2(module, q, k, v, head):
     return weigh(rows, v) + conv3x3(module, v, head)
 
 
+def relu2_wide(module, q, k, v, head):
+    maps = [
+        (part.weight[head].detach().double().numpy(), part.bias[head].detach().double().numpy())
+        for part in (module.q_map, module.k_map)
+    ]
+    (a, b), (c, d) = maps
+    return relu2(module, q @ a + b, k @ c + d, v, head)
+
+
 def softmax_attention(module, q, k, v, head):
     return weigh([softmax(np.array([qi @ kj for kj in k]) / math.sqrt(q.shape[1])) for qi in q], v)
 
@@ -164,6 +173,7 @@ FORMULAS = {
     "sima": sima,
     "sima_local": sima_local,
     "relu2": relu2,
+    "relu2_wide": relu2_wide,
     "softmax": softmax_attention,
     "softmax_explicit": softmax_attention,
     "xca": xca,

@@ -40,6 +40,7 @@ from sima_attn.distill.networks import (
     description_of,
     exchanged,
     fit_gains,
+    head_error,
     output_loss,
     rebuild_teacher,
     recorded,
@@ -77,10 +78,12 @@ class Linearization(Task):
     Args:
         teacher: The trained model. In a resumed run any weights will do: the checkpoint has them.
         classes: Names of its classes; empty without a classifier.
+        head: What reads the final tokens [B, N, C] of the teacher beside its classifier, such as a decoder.
         record: In a resumed run: what was measured before.
     """
 
     calls_wrapper = False
+    recordable = True
 
     def __init__(
         self,
@@ -90,6 +93,7 @@ class Linearization(Task):
         *,
         teacher: nn.Module,
         classes: list[str],
+        head: nn.Module | None = None,
         record: Record | None = None,
     ) -> None:
         self.recipe, self.fabric, self.progress, self.classes = recipe, fabric, progress, classes
@@ -118,6 +122,7 @@ class Linearization(Task):
             for split, source in (("train", self.source), ("val", self.val)):
                 self.caches[source] = decode(source, split, recipe.data, fabric.device, progress)
         self.teacher = teacher.eval().requires_grad_(False).to(fabric.device)
+        self.head = head if head is None else head.eval().requires_grad_(False).to(fabric.device)
         seed_everything(recipe.run.seed)
         self.model = build_student(teacher, recipe.model, str(recipe.model.attention)).to(fabric.device)
         self.paths = exchanged(self.teacher, self.model)
@@ -197,22 +202,25 @@ class Linearization(Task):
     def loss(self, model: Callable[..., Any], batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Mean relative error of the new attentions, difference of the final outputs, or the loss of the labels."""
         # The module itself, not its wrapper, which has no other method than forward.
+        images, labels = batch  # of a recorded pass, a plain list
         with self.fabric.autocast():
             if self.stage == FINETUNE:
-                loss, _ = label_loss(run(self.model, batch.images).logits, batch.labels, self.recipe.augment.smoothing)
+                loss, _ = label_loss(run(self.model, images).logits, labels, self.recipe.augment.smoothing)
                 return loss, {}
             if self.stage != BLOCKS:
                 transfer = self.recipe.transfer
                 watched = self.paths if transfer.attentions else []
                 with torch.no_grad(), recorded(self.teacher, watched) as theirs:
-                    wanted = run(self.teacher, batch.images)
+                    wanted = run(self.teacher, images)
                 with recorded(self.model, watched) as ours:
-                    found = run(self.model, batch.images)
+                    found = run(self.model, images)
                 loss = output_loss(found, wanted, transfer.logits)
+                if self.head is not None and transfer.head:
+                    loss = loss + transfer.head * head_error(self.head, found, wanted)
                 errors = [relative_error(ours[path][1], theirs[path][1]) for path in watched]
                 return (loss + transfer.attentions * torch.stack(errors).mean() if errors else loss), {}
             with torch.no_grad(), recorded(self.teacher, self.paths) as seen:
-                run(self.teacher, batch.images)
+                run(self.teacher, images)
             errors = [relative_error(attend(self.model.get_submodule(path), x), y) for path, (x, y) in seen.items()]
         return torch.stack(errors).mean(), {}
 
@@ -248,7 +256,7 @@ class Linearization(Task):
         return step in self.recipe.schedule.last_steps(self.steps_per_epoch)
 
     def evaluate(self, model: nn.Module) -> Metrics:
-        """Cosine of the final tokens with the teacher's, agreement of the best class, and accuracy with labels."""
+        """Cosine of the final tokens with the teacher's; error of the head, agreement of the best class, accuracy."""
         metrics = self.measure(self.model, self._batches_of(self.val, self.broken_val))
         score = metrics["top1" if self.stage == FINETUNE else "cosine"]
         self.best.offer(self.model, metrics, (score,), self.completed)
@@ -260,13 +268,17 @@ class Linearization(Task):
     def measure(self, student: nn.Module, batches: Iterable[Batch]) -> Metrics:
         """The metrics of a student over the batches of all processes."""
         names = ["cosine"]
+        if self.head is not None:
+            names.append("head_error")
         if self.classes:
             names += ["agreement", "top1", "teacher_top1"] if self.val.classes == self.classes else ["agreement"]
         totals = torch.zeros(len(names) + 1, dtype=torch.float64, device=self.fabric.device)
         for batch in batches:
             with self.fabric.autocast(), eval_mode(student):
                 wanted, found = run(self.teacher, batch.images), run(student, batch.images)
-            numbers = [_cosine(found.tokens, wanted.tokens).mean(1)]
+                numbers = [_cosine(found.tokens, wanted.tokens).mean(1)]
+                if self.head is not None:
+                    numbers.append(head_error(self.head, found, wanted).expand(len(batch.images)))
             if self.classes:
                 best, same = wanted.logits.argmax(1), found.logits.argmax(1)
                 numbers += [100.0 * hits for hits in (same == best, same == batch.labels, best == batch.labels)]
@@ -299,6 +311,7 @@ class Linearization(Task):
             "classes": self.classes,
             "images": len(self.source),
             "kept": dict.fromkeys(self.record.kept, recipe.transfer.teacher_attention),
+            "head": self.head is not None,
             "record": self.record.to_dict(),
             **description_of(self.teacher),
         }
@@ -394,6 +407,7 @@ def train_linearization(
     *,
     teacher: nn.Module | None = None,
     classes: list[str] | None = None,
+    head: nn.Module | None = None,
     resume: bool = False,
     device: str = "auto",
     quiet: bool = False,
@@ -403,6 +417,12 @@ def train_linearization(
     resumed = resume or continues_run(Path(out))
     saved = load_newest(RunFolder(Path(out)).checkpoints) if resumed else None
     record = Record.from_dict(saved["about"]["record"]) if saved else None
+    if saved is not None and saved["about"].get("head", False) != (head is not None):
+        given = "no head was given" if head is None else "a head was given"
+        raise ValueError(
+            f"the run in {out} was started {'with' if head is None else 'without'} a head on the teacher's tokens, and "
+            f"{given}; resume it in Python with the arguments of its start, because checkpoints do not hold the head"
+        )
     if teacher is not None and saved is not None:
         _check_same_weights(teacher, saved["task"]["teacher"], out)
     if teacher is None:
@@ -416,7 +436,7 @@ def train_linearization(
 
     def build(recipe: LinearizeRecipe, fabric: Fabric, progress: RunProgress) -> Linearization:
         nonlocal task
-        task = Linearization(recipe, fabric, progress, teacher=teacher, classes=classes or [], record=record)
+        task = Linearization(recipe, fabric, progress, teacher=teacher, classes=classes or [], head=head, record=record)
         return task
 
     options: dict[str, Any] = {"resume": resume, "device": device, "quiet": quiet, "notes": notes}

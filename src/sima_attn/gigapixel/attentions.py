@@ -52,7 +52,7 @@ class FeatureSums:
         """Add keys and their values [1, H, n, D]."""
         work = compute_dtype(k.dtype)
         with without_autocast(k):
-            phi = self.attention.features(k.to(work))  # [1, H, n, F]
+            phi = self.attention.key_features(k.to(work))  # [1, H, n, F]
             self.values = self.values + phi.mT @ v.to(work)
             self.weights = self.weights + phi.sum(2)
 
@@ -62,7 +62,7 @@ class FeatureSums:
     def attend(self, q: Tensor) -> Tensor:
         """The output [1, H, n, D] for queries, once all keys are added."""
         with without_autocast(q):
-            phi = self.attention.features(q.to(self.values.dtype))
+            phi = self.attention.query_features(q.to(self.values.dtype))
             weights = phi @ self.weights[..., None]  # [1, H, n, 1]
             return (phi @ self.values / self.attention.divisor(weights)).to(q.dtype)
 

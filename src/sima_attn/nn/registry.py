@@ -17,12 +17,14 @@ from sima_attn.nn.baselines.soft import SoftAttention, SoftFullAttention
 from sima_attn.nn.baselines.softmax import ExplicitSoftmaxAttention, SoftmaxAttention
 from sima_attn.nn.baselines.xca import XCAttention
 from sima_attn.nn.relu2 import Relu2Attention
+from sima_attn.nn.relu2_wide import Relu2WideAttention
 from sima_attn.nn.sima_local import SimLocalAttention
 
 ATTENTIONS: dict[str, type[Attention]] = {
     "sima": SimAttention,
     "sima_local": SimLocalAttention,
     "relu2": Relu2Attention,
+    "relu2_wide": Relu2WideAttention,
     "softmax": SoftmaxAttention,
     "softmax_explicit": ExplicitSoftmaxAttention,
     "xca": XCAttention,

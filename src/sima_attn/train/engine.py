@@ -77,9 +77,7 @@ class TrainingLoop:
         )
         self.set_rates = learning_rates(optimizer, self.schedule, lr, task.steps_per_epoch)
         self.model, self.optimizer = fabric.setup(module, optimizer, move_to_device=False)
-        self.make_pass: Callable[[Any], dict[str, Tensor]] = self.plain_pass
-        if self.run.cuda_graph:
-            self.make_pass = RecordedPass(self.plain_pass, task.model.parameters())
+        self.make_pass = self.new_pass()
         self.signals = StopSignals(progress.show_stopping)
         self.stop_agreed = False  # whether any process had received a signal in the last step
         self.step = 0
@@ -232,6 +230,7 @@ class TrainingLoop:
         self.set_rates(self.step)
         if self.task.starts_stage(self.step):
             self.optimizer.optimizer.state.clear()
+            self.make_pass = self.new_pass()
         self.task.before_step(self.step, self.optimizer.param_groups)
         parts = self.run.accumulate
         mine = [next(batches) for _ in range(parts)]
@@ -265,6 +264,10 @@ class TrainingLoop:
             self.ema.follow(self.step)
         self.task.after_step(self.step)
         self.log(means)
+
+    def new_pass(self) -> Callable[[Any], dict[str, Tensor]]:
+        """Forward and backward pass of a prepared batch; with run.cuda_graph it is recorded anew."""
+        return RecordedPass(self.plain_pass, self.task.model.parameters()) if self.run.cuda_graph else self.plain_pass
 
     def plain_pass(self, batch: Any) -> dict[str, Tensor]:
         """Forward and backward pass of a prepared batch: accumulate gradients, return the loss and numbers to log."""

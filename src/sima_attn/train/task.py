@@ -26,7 +26,8 @@ class Task(ABC):
         steps_per_epoch: Optimiser steps per epoch.
         title: Title of the learning curve.
         recordable: Whether the loss supports CUDA graphs (run.cuda_graph): everything that changes between steps is in
-            the prepared batch, a sequence of tensors of fixed shapes, or in tensors that `before_step` fills.
+            the prepared batch, a sequence of tensors of fixed shapes, or in tensors that `before_step` fills. Other
+            changes are those from stage to stage, see `starts_stage`.
         calls_wrapper: Whether `loss` calls the wrapped module, which averages the gradients of several processes. If it
             calls parts of `model` instead, the loop averages them.
         stage: Name of the current stage for logs and progress bar, set by `before_step`; empty in a run of one stage.
@@ -70,10 +71,10 @@ class Task(ABC):
         return param_groups_weight_decay(self.model, weight_decay, no_weight_decay_list=excluded())
 
     def starts_stage(self, step: int) -> bool:
-        """Whether a stage with another loss begins with this step, counted from 0, so that the optimiser starts anew.
+        """Whether a stage with another loss begins with this step, counted from 0.
 
-        Its averages of squared gradients would be those of the old loss. Where the new gradients are a hundred times
-        larger, so would be the first steps.
+        The optimiser then starts anew: its averages of squared gradients would be those of the old loss. Where the new
+        gradients are a hundred times larger, so would be the first steps. A recorded pass is recorded again.
         """
         return False
 

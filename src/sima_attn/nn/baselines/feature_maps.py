@@ -15,9 +15,10 @@ from sima_attn.ops.cost import AttentionShape, Cost, product_macs, resolve_order
 
 
 class FeatureMapAttention(Attention):
-    """Linear attention with one feature map for queries and keys; a subclass defines `features` and `divisor`.
+    """Linear attention with a feature map; a subclass defines `features` and `divisor`.
 
-    Like SimA it has both orders: phi(Q) (phi(K)^T V) and (phi(Q) phi(K)^T) V.
+    Queries and keys share the map, unless a subclass defines `query_features` and `key_features` too. Like SimA it has
+    both orders: phi(Q) (phi(K)^T V) and (phi(Q) phi(K)^T) V.
     """
 
     def __init__(self, dim: int, num_heads: int = 8, *args, order: str = "auto", **kwargs) -> None:
@@ -29,17 +30,25 @@ class FeatureMapAttention(Attention):
     def features(self, x: Tensor) -> Tensor:
         """phi(x): [B, H, N, D] -> [B, H, N, F]."""
 
+    def query_features(self, q: Tensor) -> Tensor:
+        """phi of the queries: [B, H, N, D] -> [B, H, N, F]."""
+        return self.features(q)
+
+    def key_features(self, k: Tensor) -> Tensor:
+        """phi of the keys: [B, H, M, D] -> [B, H, M, F]."""
+        return self.features(k)
+
     @abstractmethod
     def divisor(self, weights: Tensor) -> Tensor:
         """The sum of a query's weights [B, H, N, 1], bounded away from zero."""
 
     @computed_in_float32
     def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        values, weights = weighted_sums(self.features(q), self.features(k), v, self.order)
+        values, weights = weighted_sums(self.query_features(q), self.key_features(k), v, self.order)
         return values / self.divisor(weights)
 
     def matrix(self, q: Tensor, k: Tensor) -> Tensor:
-        weights = self.features(q) @ self.features(k).mT
+        weights = self.query_features(q) @ self.key_features(k).mT
         return weights / self.divisor(weights.sum(-1, keepdim=True))
 
 
