@@ -8,7 +8,6 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from torch import nn
 from typer.testing import CliRunner
 
 from closeness import assert_close
@@ -25,7 +24,6 @@ from sima_attn.distill.networks import (
     exchanged,
     fit_gains,
     fold_gains,
-    head_error,
     output_loss,
     projections_in,
     recorded,
@@ -430,47 +428,6 @@ def test_the_command(teacher, tmp_path):
     assert result.exit_code == 0, result.output
     assert "blocks.0.attn" in result.output
     assert (out / "weights.safetensors").is_file()
-
-
-class SquaredHead(nn.Module):
-    """A head whose output depends on few directions of the tokens, and not linearly."""
-
-    def __init__(self, channels):
-        super().__init__()
-        self.first, self.second = nn.Linear(channels, 2), nn.Linear(2, 1)
-
-    def forward(self, tokens):
-        return self.second(self.first(tokens).square())
-
-
-def test_a_head_on_the_tokens_is_matched_too(teacher, tmp_path):
-    torch.manual_seed(0)
-    head = SquaredHead(load_model(teacher).model.embed_dim)
-    before = copy.deepcopy(head.state_dict())
-    errors = {}
-    for weight in (0, 10):
-        changes = [*SMALL, f"transfer.head={weight}", "schedule.attention_lr=1", "schedule.network_lr=0.1"]
-        changes += ["report.trade=0", "report.photos=0"]
-        done = linearized(teacher, tmp_path / str(weight), head=head, overrides=changes)
-        errors[weight] = done.metrics["head_error"]
-    assert errors[10] < 0.8 * errors[0]
-    assert all(torch.equal(value, before[name]) for name, value in head.state_dict().items())
-    assert all(parameter.requires_grad for parameter in head.parameters())
-    assert "relative error of the head" in (tmp_path / "10" / "report.md").read_text()
-    with pytest.raises(ValueError, match="was started with a head on the teacher's tokens, and no head was given"):
-        linearize(None, out=tmp_path / "10", resume=True, device="cpu", quiet=True)
-
-
-def test_the_error_of_a_head_is_that_of_its_output():
-    head, found, wanted = nn.Linear(4, 2), *(Output(torch.randn(2, 3, 4), torch.zeros(2, 0)) for _ in range(2))
-    assert_close(
-        head_error(head, found, wanted), relative_error(found.tokens @ head.weight.T + head.bias, head(wanted.tokens))
-    )
-    with torch.autocast("cpu", torch.bfloat16):
-        assert_close(
-            head_error(head, found, wanted), relative_error(head(found.tokens).float(), head(wanted.tokens)), 1e-1
-        )
-        assert head_error(head, wanted, wanted) == 0
 
 
 @pytest.mark.gpu

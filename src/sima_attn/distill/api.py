@@ -39,7 +39,6 @@ def linearize(
     out: str | Path = "runs/linearize",
     *,
     attention: str | None = None,
-    head: nn.Module | None = None,
     size: int | None = None,
     steps: int = DEFAULT_STEPS,
     batch: int = 48,
@@ -66,8 +65,6 @@ def linearize(
         images: A folder of images; those in train/ and val/, or part of them is held out. "digits" needs no files.
         out: The run folder.
         attention: Name of the new attention; "sima_local" by default.
-        head: A trained module that reads the final tokens [B, N, C], such as a decoder. The student also learns to give
-            it tokens for which its output is the teacher's. It stays as it is, and is needed again to resume.
         size: Side of the images in pixels; by default the size that the model was trained with.
         steps: Training steps: half of them block by block, a quarter for the attentions in the network, and a quarter
             for all weights.
@@ -82,8 +79,7 @@ def linearize(
         overrides: Further settings of the recipe, such as "optim.lr=1e-3".
         resume: Resume the run in `out`, which needs no other argument; those that are given must be as they were.
     """
-    # A copy: it will be frozen, and moved to the device.
-    options: dict[str, Any] = {"head": copy.deepcopy(head), "resume": resume, "device": device, "quiet": quiet}
+    options: dict[str, Any] = {"resume": resume, "device": device, "quiet": quiet}
     if resume and model is None and images is None:
         saved = RunFolder(Path(out)).read_recipe(LinearizeRecipe)
         _check_same(out, attention=(attention, saved.model.attention), size=(size, saved.data.size))

@@ -21,7 +21,6 @@ from sima_attn.models.huggingface import TRANSFORMERS, TimmInterface
 from sima_attn.models.preprocessing import Preprocessing
 from sima_attn.models.settings import ModelSettings
 from sima_attn.nn import Attention
-from sima_attn.ops.eager import without_autocast
 
 
 class Output(NamedTuple):
@@ -167,13 +166,6 @@ def output_loss(found: Output, wanted: Output, logits_weight: float) -> Tensor:
         p, q = F.log_softmax(wanted.logits.float(), dim=1), F.log_softmax(found.logits.float(), dim=1)
         loss = loss + logits_weight * F.kl_div(q, p, log_target=True, reduction="batchmean")
     return loss
-
-
-def head_error(head: nn.Module, found: Output, wanted: Output) -> Tensor:
-    """Relative error of what a head computes from the final tokens, in the dtype of its weights."""
-    dtype = next((p.dtype for p in head.parameters()), torch.float32)
-    with without_autocast(found.tokens):
-        return relative_error(head(found.tokens.to(dtype)), head(wanted.tokens.to(dtype)))
 
 
 @torch.no_grad()

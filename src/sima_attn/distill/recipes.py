@@ -90,7 +90,6 @@ class Transfer:
         teacher_attention: Attention of the teacher, as in `model.attention`.
         held_out: Part of the images to measure on and not to train on, where the data have no val images.
         logits: Weight of the Kullback-Leibler divergence of the logits, for teachers with a classifier.
-        head: Weight of the relative error of a head on the final tokens, where one is given.
         attentions: Weight of the mean relative error of the outputs of the new attentions, in the stages that match the
             final output. The student runs as a whole there, so that each attention learns to correct those before it.
         keep: Number of attentions that stay those of the teacher, chosen after the first stage; None finds the smallest
@@ -102,7 +101,6 @@ class Transfer:
     teacher_attention: str | None = None
     held_out: Annotated[float, between(0.01, 0.5)] = 0.1
     logits: NonNegativeFloat = 1.0
-    head: NonNegativeFloat = 1.0
     attentions: NonNegativeFloat = 1.0
     keep: NonNegativeInt | None = 0
     budget: Share | None = None

@@ -23,7 +23,6 @@ SHOWN_KEPT = (0, 1, 2, 4)  # numbers of kept attentions in the table of the trad
 STUDENT = "student"
 METRICS = {
     "cosine": ("cosine of final tokens", "{:.3f}"),
-    "head_error": ("relative error of the head", "{:.3f}"),
     "knn_agreement": ("same nearest neighbour as the teacher", "{:.1f} %"),
     "agreement": ("same class as the teacher", "{:.1f} %"),
     "top1": ("top-1", "{:.1f} %"),
@@ -52,7 +51,6 @@ class MetricsRow:
     kept: int
     block: str
     cosine: float
-    head_error: float
     agreement: float
     top1: float
     teacher_top1: float
@@ -182,8 +180,7 @@ def _cells(metrics: Metrics, names: list[str]) -> list[str]:
 
 
 def _metrics_row(stage: str, kept: int, block: str, metrics: Metrics) -> MetricsRow:
-    names = ("cosine", "head_error", "agreement", "top1", "teacher_top1")
-    values = {name: round(metrics.get(name, math.nan), 5) for name in names}
+    values = {name: round(metrics.get(name, math.nan), 5) for name in ("cosine", "agreement", "top1", "teacher_top1")}
     return MetricsRow(stage, kept, block, **values)
 
 

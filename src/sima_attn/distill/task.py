@@ -40,7 +40,6 @@ from sima_attn.distill.networks import (
     description_of,
     exchanged,
     fit_gains,
-    head_error,
     output_loss,
     rebuild_teacher,
     recorded,
@@ -78,7 +77,6 @@ class Linearization(Task):
     Args:
         teacher: The trained model. In a resumed run any weights will do: the checkpoint has them.
         classes: Names of its classes; empty without a classifier.
-        head: What reads the final tokens [B, N, C] of the teacher beside its classifier, such as a decoder.
         record: In a resumed run: what was measured before.
     """
 
@@ -93,7 +91,6 @@ class Linearization(Task):
         *,
         teacher: nn.Module,
         classes: list[str],
-        head: nn.Module | None = None,
         record: Record | None = None,
     ) -> None:
         self.recipe, self.fabric, self.progress, self.classes = recipe, fabric, progress, classes
@@ -122,7 +119,6 @@ class Linearization(Task):
             for split, source in (("train", self.source), ("val", self.val)):
                 self.caches[source] = decode(source, split, recipe.data, fabric.device, progress)
         self.teacher = teacher.eval().requires_grad_(False).to(fabric.device)
-        self.head = head if head is None else head.eval().requires_grad_(False).to(fabric.device)
         seed_everything(recipe.run.seed)
         self.model = build_student(teacher, recipe.model, str(recipe.model.attention)).to(fabric.device)
         self.paths = exchanged(self.teacher, self.model)
@@ -215,8 +211,6 @@ class Linearization(Task):
                 with recorded(self.model, watched) as ours:
                     found = run(self.model, images)
                 loss = output_loss(found, wanted, transfer.logits)
-                if self.head is not None and transfer.head:
-                    loss = loss + transfer.head * head_error(self.head, found, wanted)
                 errors = [relative_error(ours[path][1], theirs[path][1]) for path in watched]
                 return (loss + transfer.attentions * torch.stack(errors).mean() if errors else loss), {}
             with torch.no_grad(), recorded(self.teacher, self.paths) as seen:
@@ -256,7 +250,7 @@ class Linearization(Task):
         return step in self.recipe.schedule.last_steps(self.steps_per_epoch)
 
     def evaluate(self, model: nn.Module) -> Metrics:
-        """Cosine of the final tokens with the teacher's; error of the head, agreement of the best class, accuracy."""
+        """Cosine of the final tokens with the teacher's, agreement of the best class, and accuracy with labels."""
         metrics = self.measure(self.model, self._batches_of(self.val, self.broken_val))
         score = metrics["top1" if self.stage == FINETUNE else "cosine"]
         self.best.offer(self.model, metrics, (score,), self.completed)
@@ -268,17 +262,13 @@ class Linearization(Task):
     def measure(self, student: nn.Module, batches: Iterable[Batch]) -> Metrics:
         """The metrics of a student over the batches of all processes."""
         names = ["cosine"]
-        if self.head is not None:
-            names.append("head_error")
         if self.classes:
             names += ["agreement", "top1", "teacher_top1"] if self.val.classes == self.classes else ["agreement"]
         totals = torch.zeros(len(names) + 1, dtype=torch.float64, device=self.fabric.device)
         for batch in batches:
             with self.fabric.autocast(), eval_mode(student):
                 wanted, found = run(self.teacher, batch.images), run(student, batch.images)
-                numbers = [_cosine(found.tokens, wanted.tokens).mean(1)]
-                if self.head is not None:
-                    numbers.append(head_error(self.head, found, wanted).expand(len(batch.images)))
+            numbers = [_cosine(found.tokens, wanted.tokens).mean(1)]
             if self.classes:
                 best, same = wanted.logits.argmax(1), found.logits.argmax(1)
                 numbers += [100.0 * hits for hits in (same == best, same == batch.labels, best == batch.labels)]
@@ -311,7 +301,6 @@ class Linearization(Task):
             "classes": self.classes,
             "images": len(self.source),
             "kept": dict.fromkeys(self.record.kept, recipe.transfer.teacher_attention),
-            "head": self.head is not None,
             "record": self.record.to_dict(),
             **description_of(self.teacher),
         }
@@ -407,7 +396,6 @@ def train_linearization(
     *,
     teacher: nn.Module | None = None,
     classes: list[str] | None = None,
-    head: nn.Module | None = None,
     resume: bool = False,
     device: str = "auto",
     quiet: bool = False,
@@ -417,12 +405,6 @@ def train_linearization(
     resumed = resume or continues_run(Path(out))
     saved = load_newest(RunFolder(Path(out)).checkpoints) if resumed else None
     record = Record.from_dict(saved["about"]["record"]) if saved else None
-    if saved is not None and saved["about"].get("head", False) != (head is not None):
-        given = "no head was given" if head is None else "a head was given"
-        raise ValueError(
-            f"the run in {out} was started {'with' if head is None else 'without'} a head on the teacher's tokens, and "
-            f"{given}; resume it in Python with the arguments of its start, because checkpoints do not hold the head"
-        )
     if teacher is not None and saved is not None:
         _check_same_weights(teacher, saved["task"]["teacher"], out)
     if teacher is None:
@@ -436,7 +418,7 @@ def train_linearization(
 
     def build(recipe: LinearizeRecipe, fabric: Fabric, progress: RunProgress) -> Linearization:
         nonlocal task
-        task = Linearization(recipe, fabric, progress, teacher=teacher, classes=classes or [], head=head, record=record)
+        task = Linearization(recipe, fabric, progress, teacher=teacher, classes=classes or [], record=record)
         return task
 
     options: dict[str, Any] = {"resume": resume, "device": device, "quiet": quiet, "notes": notes}
