@@ -49,7 +49,7 @@ PREFIX_TOKENS = {
 }
 
 
-@pytest.mark.parametrize("attention", ["sima_local", "relu2"])
+@pytest.mark.parametrize("attention", ["sima_local", "relu2", "relu2_wide"])
 @pytest.mark.parametrize("name", PREFIX_TOKENS)
 def test_the_local_branch_sees_the_patch_tokens_and_learns(name, attention):
     model = build(HONOURED, name)

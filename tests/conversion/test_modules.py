@@ -117,7 +117,7 @@ def test_other_attentions_too(attention):
         assert_close(model(x), before, 1e-5)
 
 
-@pytest.mark.parametrize("attention", ["sima_local", "relu2"])
+@pytest.mark.parametrize("attention", ["sima_local", "relu2", "relu2_wide"])
 @pytest.mark.parametrize(
     ("name", "options", "prefix"),
     [
@@ -146,7 +146,7 @@ def test_a_local_branch_knows_the_prefix_tokens_of_the_model(name, options, pref
     assert not hasattr(block.attn, "local")
 
 
-@pytest.mark.parametrize("attention", ["sima_local", "relu2"])
+@pytest.mark.parametrize("attention", ["sima_local", "relu2", "relu2_wide"])
 def test_a_local_branch_needs_the_grid_of_an_image_that_is_not_square(attention):
     model = timm.create_model("vit_tiny_patch16_224", img_size=(64, 96), depth=1)  # 24 + 1 tokens, not 5 x 5
     with pytest.raises(ValueError, match=r"25 tokens are not a square grid plus 1 prefix tokens.*set grid="):
@@ -155,7 +155,7 @@ def test_a_local_branch_needs_the_grid_of_an_image_that_is_not_square(attention)
     assert model.blocks[0].attn.local.layout(25) == (1, 4, 6)
 
 
-@pytest.mark.parametrize("attention", ["sima_local", "relu2"])
+@pytest.mark.parametrize("attention", ["sima_local", "relu2", "relu2_wide"])
 def test_a_local_branch_is_refused_where_there_are_fewer_keys(attention):
     model, _ = build("pvt_v2_b0")
     with pytest.raises(ValueError, match=f"fewer keys than queries, which '{attention}' cannot take"):

@@ -86,7 +86,7 @@ def test_saved_and_loaded_twice_it_is_the_same_model(name, tmp_path):
     assert_close(answer(again), expected, 1e-6)
 
 
-@pytest.mark.parametrize("attention", ["sima_local", "relu2"])
+@pytest.mark.parametrize("attention", ["sima_local", "relu2", "relu2_wide"])
 def test_a_local_branch_and_its_grid_are_saved(attention, tmp_path):
     model = build(HONOURED, "timm")
     convert(model, attention, grid=(4, 4))
@@ -106,7 +106,7 @@ def randomize_cores(model):
     return names
 
 
-@pytest.mark.parametrize("attention", ["sima_local", "relu2"])
+@pytest.mark.parametrize("attention", ["sima_local", "relu2", "relu2_wide"])
 @pytest.mark.parametrize("name", ["vit_classifier", "dinov2", "siglip_vision", "clip"])
 def test_the_parameters_of_an_attention_are_saved_and_loaded(name, attention, tmp_path):
     model, _, auto = converted(name, attention=attention)

@@ -66,7 +66,7 @@ def exported(tmp_path_factory):
     return model.eval(), path, report
 
 
-@pytest.mark.parametrize("attention", ["sima_local", "relu2"])
+@pytest.mark.parametrize("attention", ["sima_local", "relu2", "relu2_wide"])
 def test_a_local_branch_is_exported_for_one_image_size(attention, tmp_path):
     model = deit(attention=attention)
     torch.nn.init.normal_(model.blocks[0].attn.local.weight)

@@ -81,7 +81,7 @@ def test_without_classes_or_with_another_pooling_there_are_features_and_no_score
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["deit", "xcit", "deit, sima_local", "deit, relu2"])
+@pytest.mark.parametrize("name", ["deit", "xcit", "deit, sima_local", "deit, relu2", "deit, relu2_wide"])
 def test_in_lower_precision_the_error_is_that_of_the_model_at_once(name, dtype):
     model, pixels = build(name), image(64, 64)
     with torch.no_grad():

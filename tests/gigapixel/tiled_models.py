@@ -42,6 +42,7 @@ MODELS = {
         "vit_tiny_patch16_224", "sima_local", **DYNAMIC, qk_norm=True, reg_tokens=3
     ),
     "deit, relu2": lambda: deit(attention="relu2"),
+    "deit, relu2_wide": lambda: deit(attention="relu2_wide"),
     "xcit": xcit,
     "xcit, 16 px, average": lambda: xcit("sima_xcit_nano_12_p16_224", global_pool="avg", tokens_norm=True),
     "xcit, token_ref": lambda: xcit(token_ref="train", class_token_ref=4.0),

@@ -178,7 +178,7 @@ def test_any_attention_of_the_registry_by_name(name, attention):
     out.sum().backward()
 
 
-@pytest.mark.parametrize("attention", ["sima_local", "relu2"])
+@pytest.mark.parametrize("attention", ["sima_local", "relu2", "relu2_wide"])
 def test_a_local_branch_gets_the_grid_of_an_image_that_is_not_square(attention):
     options = {"attention": attention, "img_size": (64, 96)}
     model = build("sima_deit_tiny_patch16_224", **options)  # 24 + 1 tokens, which are no 5 x 5 grid

@@ -28,7 +28,7 @@ def assert_same(a, b, size=32):
     assert torch.equal(a.eval()(images), b.eval()(images))
 
 
-@pytest.mark.parametrize("attention", ["sima", "sima_local", "relu2"])
+@pytest.mark.parametrize("attention", ["sima", "sima_local", "relu2", "relu2_wide"])
 def test_a_converted_timm_model_comes_back(attention, tmp_path):
     model = vit()
     convert(model, attention)

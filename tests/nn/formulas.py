@@ -66,6 +66,10 @@ def softmax_attention(module, q, k, v, head):
     return weigh([softmax(np.array([qi @ kj for kj in k]) / math.sqrt(q.shape[1])) for qi in q], v)
 
 
+def softmax_local(module, q, k, v, head):
+    return softmax_attention(module, q, k, v, head) + conv3x3(module, v, head)
+
+
 def xca(module, q, k, v, head):
     tau = module.temperature.detach().double().numpy()[head].item()
     q = np.stack([channel / np.linalg.norm(channel) for channel in q.T])  # [D, N]
@@ -175,6 +179,7 @@ FORMULAS = {
     "relu2": relu2,
     "relu2_wide": relu2_wide,
     "softmax": softmax_attention,
+    "softmax_local": softmax_local,
     "softmax_explicit": softmax_attention,
     "xca": xca,
     "elu": elu,

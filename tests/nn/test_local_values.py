@@ -11,13 +11,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from closeness import assert_close
 from sima_attn.auditing import assert_exp_free
-from sima_attn.nn import Relu2Attention, SimAttention, SimLocalAttention, create_attention
+from sima_attn.nn import ATTENTIONS, SimAttention, SimLocalAttention, create_attention
 from sima_attn.nn.grid import token_layout
 from sima_attn.nn.local_values import LocalValues, on_grid
 from sima_attn.ops import AttentionShape, sima_attention
 
 B, H, D = 2, 3, 8
-both = pytest.mark.parametrize("name", ["sima_local", "relu2"])
+every = pytest.mark.parametrize("name", [name for name, cls in ATTENTIONS.items() if cls.has_local_branch])
 VIT = {"img_size": 64, "depth": 2, "embed_dim": 48, "num_heads": 3, "num_classes": 5}
 
 
@@ -59,7 +59,7 @@ def test_is_a_depthwise_convolution_of_the_patch_tokens_and_zero_for_the_others(
     assert_close(out[:, :, prefix:].permute(0, 1, 3, 2).reshape_as(expected), expected)
 
 
-@both
+@every
 def test_within_on_grid_a_module_has_that_grid_and_afterwards_its_own_again(name):
     module, x = build(name, grid=(3, 4)), tokens(10)
     other = build(name, grid=(2, 5))
@@ -79,7 +79,7 @@ def test_a_packed_projection_is_read_without_a_copy_and_written_token_by_token()
     assert out.transpose(1, 2).is_contiguous()  # as SimA's output, so that the projection needs no copy
 
 
-@both
+@every
 def test_starts_without_a_local_branch(name):
     module = create_attention(name, H * D, H)
     assert module.local.weight.shape == (H * D, 1, 3, 3)
@@ -121,7 +121,7 @@ def test_the_weights_of_relu2_are_shares():
     assert not module.matrix(dead, k)[:, :, 2].any()
 
 
-@both
+@every
 @pytest.mark.parametrize("tokens_and_options", [(16, {}), (17, {}), (21, {}), (16, {"grid": (2, 8)})], ids=str)
 def test_counts_the_convolution_of_the_patch_tokens(name, tokens_and_options):
     N, options = tokens_and_options
@@ -133,7 +133,7 @@ def test_counts_the_convolution_of_the_patch_tokens(name, tokens_and_options):
     assert cost.exps == 0
 
 
-@both
+@every
 @pytest.mark.parametrize("N", [17, 21])
 def test_gradients_are_right_with_filters_and_prefix_tokens(name, N):
     module = create_attention(name, 4, 2).double()
@@ -143,7 +143,7 @@ def test_gradients_are_right_with_filters_and_prefix_tokens(name, N):
     assert_close(module.core(*inputs), module.reference(*inputs))
 
 
-@both
+@every
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_large_values_do_not_overflow(name, dtype):
     """Squares of q and k, as relu2 has them, are beyond float16."""
@@ -184,7 +184,7 @@ def test_layouts_of_vision_transformers_are_found():
     assert token_layout(26, None, 1, "x") == (1, 5, 5)
 
 
-@both
+@every
 @pytest.mark.parametrize(
     ("N", "options", "message"),
     [
@@ -200,7 +200,7 @@ def test_tokens_that_fit_no_grid_are_refused(name, N, options, message):
         build(name, **options)(tokens(N))
 
 
-@both
+@every
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -221,19 +221,19 @@ def test_sima_local_has_no_token_ref_to_set():
         create_attention("sima_local", H * D, H, token_ref=196)
 
 
-@both
+@every
 def test_fewer_keys_than_queries_are_refused(name):
     q, k, v = (torch.randn(1, H, n, D, dtype=torch.float64) for n in (16, 4, 4))
     with pytest.raises(ValueError, match="needs as many keys as queries, got 16 queries and 4 keys"):
         build(name).core(q, k, v)
 
 
-@both
+@every
 def test_weights_of_timm_load_and_leave_the_new_parameters_alone(name):
-    cls = {"sima_local": SimLocalAttention, "relu2": Relu2Attention}[name]
-    model, state = vit(attn_layer=cls), vit().state_dict()
+    maps = {f"{x}_map.{part}" for x in "qk" for part in ("weight", "bias")}
+    new = {"local.weight"} | {"sima_local": {"gain"}, "relu2_wide": maps}.get(name, set())
+    model, state = vit(attn_layer=ATTENTIONS[name]), vit().state_dict()
     found = model.load_state_dict(state, strict=False)
-    new = {"local.weight", "gain"} if name == "sima_local" else {"local.weight"}
     assert set(found.missing_keys) == {f"blocks.{i}.attn.{key}" for i in range(2) for key in new}
     assert found.unexpected_keys == []
     assert torch.equal(model.blocks[1].attn.qkv.weight, state["blocks.1.attn.qkv.weight"])
@@ -242,13 +242,13 @@ def test_weights_of_timm_load_and_leave_the_new_parameters_alone(name):
         assert name != "sima_local" or (block.attn.gain == 1).all()
 
 
-@both
+@every
 def test_is_free_of_exp(name):
     assert_exp_free(create_attention(name, H * D, H), torch.randn(1, 17, H * D))
     assert_exp_free(vit(attn_layer=type(create_attention(name, 8, 2)), act_layer=torch.nn.ReLU), 64)
 
 
-@both
+@every
 def test_one_compiled_module_serves_several_image_sizes(name):
     torch._dynamo.reset()
     module = build(name)
@@ -258,7 +258,7 @@ def test_one_compiled_module_serves_several_image_sizes(name):
         assert_close(compiled(x), module(x))
 
 
-@both
+@every
 @pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="needs a C++ compiler")
 def test_a_model_compiles_with_inductor(name):
     torch._dynamo.reset()
@@ -268,7 +268,7 @@ def test_a_model_compiles_with_inductor(name):
         assert_close(torch.compile(model, fullgraph=True)(x), model(x), 1e-5)
 
 
-@both
+@every
 def test_a_model_exports_for_any_batch(name):
     model = vit(attn_layer=type(build(name)))
     for block in model.blocks:

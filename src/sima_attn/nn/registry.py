@@ -15,6 +15,7 @@ from sima_attn.nn.baselines.nystrom import NystromAttention
 from sima_attn.nn.baselines.performer import PerformerAttention
 from sima_attn.nn.baselines.soft import SoftAttention, SoftFullAttention
 from sima_attn.nn.baselines.softmax import ExplicitSoftmaxAttention, SoftmaxAttention
+from sima_attn.nn.baselines.softmax_local import SoftmaxLocalAttention
 from sima_attn.nn.baselines.xca import XCAttention
 from sima_attn.nn.relu2 import Relu2Attention
 from sima_attn.nn.relu2_wide import Relu2WideAttention
@@ -26,6 +27,7 @@ ATTENTIONS: dict[str, type[Attention]] = {
     "relu2": Relu2Attention,
     "relu2_wide": Relu2WideAttention,
     "softmax": SoftmaxAttention,
+    "softmax_local": SoftmaxLocalAttention,
     "softmax_explicit": ExplicitSoftmaxAttention,
     "xca": XCAttention,
     "elu": EluAttention,

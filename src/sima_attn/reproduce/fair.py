@@ -73,6 +73,9 @@ METHODS = (
     Method("softmax", "ViT, softmax", "softmax"),
     Method("sima", "ViT, SimA", "sima"),
     Method("sima_relu", "ViT, SimA without any exp()", "sima", activations=("relu",)),
+    Method("softmax_local", "ViT, softmax and a 3 x 3 convolution of v", "softmax_local", baseline="softmax_local"),
+    Method("sima_local", "ViT, SimA and a 3 x 3 convolution of v", "sima_local", baseline="softmax_local"),
+    Method("relu2", "ViT, relu2, which has the same convolution", "relu2", baseline="softmax_local"),
     Method("xcit_xca", "XCiT, XCA", "xca", XCIT, "xcit_xca"),
     Method("xcit_sima", "XCiT, SimA", "sima", XCIT, "xcit_xca"),
 )
