@@ -1,6 +1,7 @@
 """What `test_sequence_parallel.py` runs in each process of a group."""
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -151,6 +152,24 @@ def disagreement_is_an_error_on_every_process(group):
         sima_attention(q.requires_grad_(is_last), k, v, group=group)
 
 
+def backends_that_cannot_send_are_an_error(group):
+    """What a machine with GPUs does: without a backend the group gets NCCL, which needs a GPU for each process."""
+    q = torch.randn(1, 1, 4, 7)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+        with pytest.raises(ValueError, match=r"on 'cpu', and the .* 'cuda:nccl', .*init_process_group\(\"gloo\"\)"):
+            sima_attention(q, q, q, group=group)
+    for message, error in (
+        ("NCCL error\nDuplicate GPU detected : rank 1 and rank 0", (ValueError, "start one process per GPU")),
+        ("the connection is lost", (dist.DistBackendError, "is lost")),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "all_gather_object", mock.Mock(side_effect=dist.DistBackendError(message)))
+            with pytest.raises(error[0], match=error[1]):
+                sima_attention(q, q, q, group=group)
+    sima_attention(q, q, q, group=group)
+
+
 def compiled(group):
     compiled_attention = torch.compile(sima_attention, backend="aot_eager", fullgraph=True)
     assert_equals_one_process(group, attend=compiled_attention, masks="key_mask and query_mask", token_ref=7.0)
@@ -261,6 +280,7 @@ CASES = [
     group_of_one,
     unsupported_order_and_backend,
     disagreement_is_an_error_on_every_process,
+    backends_that_cannot_send_are_an_error,
     compiled,
     self_attention_module,
     cross_attention_module,
