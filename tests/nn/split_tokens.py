@@ -4,14 +4,18 @@ import copy
 from unittest import mock
 
 import pytest
+import split_softmax
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 from closeness import assert_close
 from sima_attn.nn import SimAttention, SimClassAttention, SimCrossAttention, SimLocalAttention, SimMultiheadAttention
 from sima_attn.ops import Plan, plan, sima_attention, sima_attention_qkv
+from sima_attn.ops.communication_cost import ring_traffic, ulysses_traffic
+from sima_attn.ops.cost import AttentionShape
 from sima_attn.ops.sequence_parallel import SumOverProcesses
 from token_parts import (
     EMPTY,
@@ -101,6 +105,26 @@ def one_all_reduce_per_pass(group):
                 o.square().sum().backward()
         assert forward.get_total_counts() == backward.get_total_counts() == 1
         assert sizes == [B * H * (D * Dv + 2 * D) + gains] * 2
+
+
+def bytes_that_softmax_sends(group):
+    """Those of the cost model, by implementations that equal softmax attention of one process."""
+    world = dist.get_world_size()
+    q, k, v, weight = torch.randn(4, 2, 6, EVEN, 4, dtype=torch.float64)
+    shape = AttentionShape(B=2, H=6, N=EVEN, D=4)
+    expected = output_and_gradients(F.scaled_dot_product_attention, [q, k, v], weight)
+    for attend, traffic in (
+        (split_softmax.RingAttention.apply, ring_traffic(shape, world, itemsize=8)),
+        (split_softmax.ulysses_attention, ulysses_traffic(shape, world, itemsize=8)),
+    ):
+        leaves = [part(x, 2).clone().requires_grad_() for x in (q, k, v)]
+        split_softmax.sent.clear()
+        o = attend(*leaves)
+        forward = sum(split_softmax.sent)
+        grads = torch.autograd.grad(o, leaves, part(weight, 2))
+        assert (forward, sum(split_softmax.sent) - forward) == (traffic.forward, traffic.backward)
+        for x, whole in zip((o, *grads), expected, strict=True):
+            assert_close(x, part(whole, 2))
 
 
 def meshes_and_process_groups(group):
@@ -276,6 +300,7 @@ CASES = [
     packed_projection,
     second_derivatives,
     one_all_reduce_per_pass,
+    bytes_that_softmax_sends,
     meshes_and_process_groups,
     group_of_one,
     unsupported_order_and_backend,
