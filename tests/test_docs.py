@@ -245,6 +245,7 @@ def tables_of_rows() -> list[tuple[str, str, str]]:
     linearized = real_table(rows("linearize_real.csv", RealRow))
     cifar = cifar_table(rows("finetune_cifar.csv", CifarRow))
     miniature = results_table(rows("miniature.csv", ResultRow))
+    gigapixel = rows("gigapixel.csv", GigapixelRow)
     notes = "docs/engineering-notes.md"
     tables = [
         ("README.md", "model.csv", without(with_lines(step_table(models), *README_CASES), "target")),
@@ -282,7 +283,10 @@ def tables_of_rows() -> list[tuple[str, str, str]]:
         ),
         (notes, "linearize_real.csv", linearized),
         ("docs/finetune.md", "finetune_cifar.csv", without(cifar, "seconds")),
-        ("docs/gigapixel.md", "gigapixel.csv", gigapixel_table(rows("gigapixel.csv", GigapixelRow))),
+        *(
+            ("docs/gigapixel.md", "gigapixel.csv", gigapixel_table([r for r in gigapixel if bool(r.threads) == on_cpu]))
+            for on_cpu in (True, False)
+        ),
         ("docs/miniature.md", "miniature.csv", without(miniature, "what it is", "heads", "params")),
         ("docs/miniature.md", "unsure.csv", unsure_table(rows("unsure.csv", UnsureRow))),
         ("docs/miniature.md", "miniature_sizes.csv", sizes_table(rows("miniature_sizes.csv", SizeRow))),

@@ -80,6 +80,9 @@ def test_the_rows_of_a_gpu_join_those_of_the_cpu_in_table_and_figure(rows, tmp_p
     table = gigapixel_table(on_gpu)
     assert table.header[4] == "seconds"
     assert [line[3] for line in table.lines] == [TILED, TILED, AT_ONCE, SOFTMAX, AT_ONCE, SOFTMAX]
+    fast = replace(on_gpu[0], height=1024, width=1024, seconds=0.0042)
+    assert gigapixel_table([fast, replace(fast, seconds=0.027)]).lines[0][4:6] == ["0.004", "4.0"]
+    assert gigapixel_table([fast, replace(fast, seconds=0.027)]).lines[1][4:6] == ["0.027", "26"]
     gigapixel.plot([*rows, *on_gpu, replace(rows[0], attention=ESTIMATED)], tmp_path / "figure.png")
     width, height = Image.open(tmp_path / "figure.png").size
     assert width > 2 * height

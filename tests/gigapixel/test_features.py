@@ -250,6 +250,32 @@ def test_an_image_smaller_than_a_tile_or_a_patch_is_one(size):
     assert done.features.isfinite().all()
 
 
+def test_a_memory_map_is_an_array(tmp_path):
+    """One that must not be written to."""
+    pixels = np.random.default_rng(0).integers(0, 256, (72, 64, 3), dtype=np.uint8)
+    pixels.tofile(tmp_path / "pixels")
+    mapped = np.memmap(tmp_path / "pixels", dtype=np.uint8, mode="r", shape=pixels.shape)
+    for tile in (TILE, 8):  # parts of rows, and whole rows, which lie in one piece
+        found, expected = (features(model(), x, preprocessing=HOW, tile=tile).features for x in (mapped, pixels))
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["deit", "xcit"])
+def test_on_the_device_the_features_are_those_at_once(name):
+    """On a GPU, if there is one, where the model at once takes the fused kernels."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    network = build(name, depth=3).to(device)
+    pixels = np.random.default_rng(0).integers(0, 256, (328, 240, 3), dtype=np.uint8)
+    done = features(network, pixels, preprocessing=HOW, tile=11)
+    assert done.store == ("device" if device == "cuda" else "disk")
+    mean, std = (torch.tensor(values)[:, None, None] for values in (HOW.mean, HOW.std))
+    image = (torch.from_numpy(pixels).permute(2, 0, 1) / 255 - mean) / std
+    with torch.no_grad():
+        at_once = network.forward_features(image[None].to(device))
+    tokens = torch.cat([done.prefix, done.features.flatten(0, 1)])
+    assert_close(tokens, at_once[0], 1e-3 if device == "cuda" else 1e-5)
+
+
 def test_pictures_are_small_and_have_the_shape_of_the_image(photo, tmp_path, monkeypatch):
     from sima_attn.gigapixel import pictures
 

@@ -1,16 +1,21 @@
 """What `test_sequence_parallel.py` runs in each process of a group."""
 
 import copy
+from unittest import mock
 
 import pytest
+import split_softmax
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 from closeness import assert_close
 from sima_attn.nn import SimAttention, SimClassAttention, SimCrossAttention, SimLocalAttention, SimMultiheadAttention
 from sima_attn.ops import Plan, plan, sima_attention, sima_attention_qkv
+from sima_attn.ops.communication_cost import ring_traffic, ulysses_traffic
+from sima_attn.ops.cost import AttentionShape
 from sima_attn.ops.sequence_parallel import SumOverProcesses
 from token_parts import (
     EMPTY,
@@ -102,6 +107,26 @@ def one_all_reduce_per_pass(group):
         assert sizes == [B * H * (D * Dv + 2 * D) + gains] * 2
 
 
+def bytes_that_softmax_sends(group):
+    """Those of the cost model, by implementations that equal softmax attention of one process."""
+    world = dist.get_world_size()
+    q, k, v, weight = torch.randn(4, 2, 6, EVEN, 4, dtype=torch.float64)
+    shape = AttentionShape(B=2, H=6, N=EVEN, D=4)
+    expected = output_and_gradients(F.scaled_dot_product_attention, [q, k, v], weight)
+    for attend, traffic in (
+        (split_softmax.RingAttention.apply, ring_traffic(shape, world, itemsize=8)),
+        (split_softmax.ulysses_attention, ulysses_traffic(shape, world, itemsize=8)),
+    ):
+        leaves = [part(x, 2).clone().requires_grad_() for x in (q, k, v)]
+        split_softmax.sent.clear()
+        o = attend(*leaves)
+        forward = sum(split_softmax.sent)
+        grads = torch.autograd.grad(o, leaves, part(weight, 2))
+        assert (forward, sum(split_softmax.sent) - forward) == (traffic.forward, traffic.backward)
+        for x, whole in zip((o, *grads), expected, strict=True):
+            assert_close(x, part(whole, 2))
+
+
 def meshes_and_process_groups(group):
     assert_equals_one_process(dist.group.WORLD)
     mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("data", "sequence"))
@@ -149,6 +174,24 @@ def disagreement_is_an_error_on_every_process(group):
     q, k, v = torch.randn(3, 2, 1, 3, 5)
     with pytest.raises(ValueError, match=r"(?s)gradient=False.*gradient=True"):
         sima_attention(q.requires_grad_(is_last), k, v, group=group)
+
+
+def backends_that_cannot_send_are_an_error(group):
+    """What a machine with GPUs does: without a backend the group gets NCCL, which needs a GPU for each process."""
+    q = torch.randn(1, 1, 4, 7)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+        with pytest.raises(ValueError, match=r"on 'cpu', and the .* 'cuda:nccl', .*init_process_group\(\"gloo\"\)"):
+            sima_attention(q, q, q, group=group)
+    for message, error in (
+        ("NCCL error\nDuplicate GPU detected : rank 1 and rank 0", (ValueError, "start one process per GPU")),
+        ("the connection is lost", (dist.DistBackendError, "is lost")),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "all_gather_object", mock.Mock(side_effect=dist.DistBackendError(message)))
+            with pytest.raises(error[0], match=error[1]):
+                sima_attention(q, q, q, group=group)
+    sima_attention(q, q, q, group=group)
 
 
 def compiled(group):
@@ -257,10 +300,12 @@ CASES = [
     packed_projection,
     second_derivatives,
     one_all_reduce_per_pass,
+    bytes_that_softmax_sends,
     meshes_and_process_groups,
     group_of_one,
     unsupported_order_and_backend,
     disagreement_is_an_error_on_every_process,
+    backends_that_cannot_send_are_an_error,
     compiled,
     self_attention_module,
     cross_attention_module,

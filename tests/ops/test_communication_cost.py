@@ -1,4 +1,7 @@
-"""Bytes per layer and process; what SimA really sends is counted in tests/parallel/split_models.py."""
+"""Bytes per layer and process.
+
+What is really sent is counted in tests/parallel/split_models.py (SimA) and tests/nn/split_tokens.py (softmax).
+"""
 
 import pytest
 

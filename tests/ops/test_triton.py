@@ -1,5 +1,7 @@
 """The fused kernels: through Triton's interpreter without a GPU, on the GPU with larger shapes where there is one."""
 
+import shutil
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -346,6 +348,24 @@ def test_compiles_without_a_graph_break(path):
     expected = torch.autograd.grad(run(x), x)[0]
     compiled = torch.compile(run, fullgraph=True, backend="inductor" if CUDA else "aot_eager")
     assert error(torch.autograd.grad(compiled(x), x)[0], expected.double()) < 1e-4
+
+
+@pytest.mark.skipif(not (CUDA or shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
+def test_inductor_compiles_masks():
+    """Of torch 2.11, on any device, Inductor cannot view a mask as bytes."""
+    torch._dynamo.reset()
+    qkv, mask = make(2, 20, 3, 2, 16), (torch.rand(20, 2, device=DEVICE) > 0.4).T
+
+    def run(qkv, mask):
+        return sima_attention_qkv(qkv, token_mask=mask, token_ref=7.0, backend="triton")
+
+    compiled = torch.compile(run, fullgraph=True)
+    assert error(compiled(qkv, mask), run(qkv, mask).double()) < 1e-5
+
+
+def test_masks_are_not_copied():
+    mask = torch.rand(2, 20, device=DEVICE) > 0.4
+    assert triton_op.as_bytes(mask).data_ptr() == mask.data_ptr()
 
 
 class OperatorNames(TorchDispatchMode):

@@ -139,8 +139,9 @@ def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
     return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", group))
 
 
-# The calls that all processes of a group were found to agree on.
-_agreed: WeakKeyDictionary[ProcessGroup, set[str]] = WeakKeyDictionary()
+# The calls that all processes of a group were found to agree on, with the device of this process.
+_agreed: WeakKeyDictionary[ProcessGroup, set[tuple[str, str]]] = WeakKeyDictionary()
+_START_GLOO = 'torch.distributed.init_process_group("gloo") before the mesh is made'
 
 
 def check_agreement(
@@ -159,22 +160,37 @@ def check_agreement(
         "the processes of a group must call with the same sizes and options, and all or none of them with gradients; "
         "only the number of tokens may differ"
     )
-    check_same_call(group, call, rule)
+    check_same_call(group, call, rule, q.device)
 
 
-def check_same_call(group: ProcessGroup, call: str, rule: str) -> None:
+def check_same_call(group: ProcessGroup, call: str, rule: str, device: torch.device) -> None:
     """Raise the rule on all processes if they describe their calls differently.
 
-    Descriptions are exchanged the first time that a group sees them, and not while torch.compile traces.
+    Descriptions are exchanged the first time that a group sees them, and not while torch.compile traces. Raises as
+    well if the group cannot send tensors of the device, or sends them with NCCL between processes on one GPU.
     """
     if torch.compiler.is_compiling():
         return
     agreed = _agreed.setdefault(group, set())
-    if call in agreed:
+    if (call, device.type) in agreed:
         return
+    backends = dist.get_backend_config(group)  # such as "cpu:gloo,cuda:nccl"
+    if f"{device.type}:" not in backends:
+        raise ValueError(
+            f"the tensors are on {device.type!r}, and the backend of the group, {backends!r}, does not send them: on "
+            f"the CPU call {_START_GLOO}, on GPUs move model and tensors to the GPU of each process"
+        )
     calls: list[Any] = [None] * group.size()
-    dist.all_gather_object(calls, call, group=group)
+    try:
+        dist.all_gather_object(calls, call, group=group)
+    except dist.DistBackendError as error:
+        if "Duplicate GPU" not in str(error):
+            raise
+        raise ValueError(
+            "several processes of the group use the same GPU, which NCCL does not support: start one process per GPU, "
+            f"or run on the CPU and call {_START_GLOO}"
+        ) from error
     if any(other != call for other in calls):
         listed = "\n".join(f"  process {rank}: {other}" for rank, other in enumerate(calls))
         raise ValueError(f"{rule}:\n{listed}")
-    agreed.add(call)
+    agreed.add((call, device.type))

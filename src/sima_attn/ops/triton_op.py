@@ -108,8 +108,12 @@ def device_of(x: Tensor) -> contextlib.AbstractContextManager:
 
 
 def as_bytes(mask: Tensor | None) -> Tensor | None:
-    """A mask as the kernels read it."""
-    return None if mask is None else mask.contiguous().view(torch.uint8)
+    """A mask as the kernels read it: the same memory, if it is contiguous and nothing is being compiled."""
+    if mask is None:
+        return None
+    if torch.compiler.is_compiling():  # Inductor of torch 2.11 cannot view a mask as another dtype
+        return mask.to(torch.uint8, memory_format=torch.contiguous_format)
+    return mask.contiguous().view(torch.uint8)
 
 
 def present(*tensors: Tensor | None) -> tuple[Tensor, ...]:

@@ -40,7 +40,7 @@ class SplitModel(nn.Module):
     def own_rows(self, images: Tensor, unit: int) -> slice:
         """The rows of the images that this process takes, whole units but for the last process."""
         call, rule = f"{list(images.shape)} in {images.dtype}", "the processes of a group must pass the same images"
-        check_same_call(self.group.get_group(), call, rule)
+        check_same_call(self.group.get_group(), call, rule, images.device)
         return rows_of(self.group.get_local_rank(), self.group.size(), images.shape[2], unit)
 
     def pool_tokens(self, x: Tensor, pool: str, prefix: int, *, with_prefix: bool = False) -> Tensor:

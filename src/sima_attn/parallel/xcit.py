@@ -5,6 +5,7 @@ Shapes: B batch, N tokens of this process, C channels.
 
 from typing import Any
 
+import torch
 from timm.models.xcit import Xcit
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -34,11 +35,15 @@ class SplitXcit(SplitModel, Xcit):
             x = x + positions.narrow(2, own.start // patch, rows).flatten(2).transpose(1, 2)
         x = self.pos_drop(x)
         for block in self.blocks:
-            if self.grad_checkpointing:
-                x = checkpoint(block, x, rows, columns, use_reentrant=False)
-            else:
-                x = block(x, rows, columns)
-        return self.norm(self.forward_cls(x))
+            x = self.run_block(block, x, rows, columns)
+        x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1)  # [B, 1 + N, C]
+        for block in self.cls_attn_blocks:  # forward_cls of timm is newer than 1.0.29
+            x = self.run_block(block, x)
+        return self.norm(x)
+
+    def run_block(self, block: Any, x: Tensor, *grid: int) -> Tensor:
+        """A block, whose activations are computed again in the backward pass if the model is to save memory."""
+        return checkpoint(block, x, *grid, use_reentrant=False) if self.grad_checkpointing else block(x, *grid)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Tokens [B, 1 + N, C] -> logits [B, K], or the features [B, C] that the classifier reads."""
