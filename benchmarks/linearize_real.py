@@ -312,7 +312,6 @@ def bench_student(
     photos = {split: sorted((folder / "photos" / split).glob("*.jpg")) for split in ("train", "val")}
     names = ("block_epochs", "attention_epochs", "network_epochs")
     changes = [f"schedule.{name}={count}" for name, count in zip(names, epochs, strict=True)]
-    torch.set_float32_matmul_precision("high")  # tf32: the features of relu2 are float32
     done = linearize(
         teacher,
         folder / "photos" / "train",  # of which a part is held out, to choose the best weights
@@ -325,7 +324,7 @@ def bench_student(
         device=device,
         quiet=quiet,
     )
-    torch.set_float32_matmul_precision("highest")
+    torch.set_float32_matmul_precision("highest")  # a run in bf16 has set tf32
     patches, classes, overlaps = compare(teacher.to(device), done.model.to(device), decoder.to(device), photos["val"])
     cosine, iou = TARGETS.get(attention, (0.0, 0.0))
     return RealRow(

@@ -110,7 +110,7 @@ def randomize_cores(model):
 @pytest.mark.parametrize("name", ["vit_classifier", "dinov2", "siglip_vision", "clip"])
 def test_the_parameters_of_an_attention_are_saved_and_loaded(name, attention, tmp_path):
     model, _, auto = converted(name, attention=attention)
-    assert len(randomize_cores(model)) == (4 if attention == "sima_local" else 2)
+    assert len(randomize_cores(model)) == {"sima_local": 4, "relu2": 2, "relu2_wide": 10}[attention]
     expected = answer(model)
     model.save_pretrained(tmp_path / "once")
     load_pretrained(type(model), tmp_path / "once").save_pretrained(tmp_path / "twice")

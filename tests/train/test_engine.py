@@ -239,6 +239,14 @@ def test_devices_that_are_not_there_are_refused():
         start_fabric("cpu", "fp16")
 
 
+def test_each_process_needs_a_gpu_of_its_own(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="2 processes on a machine with 1 GPUs; each needs one of its own"):
+        start_fabric("cuda", "fp32")
+
+
 def test_a_run_has_its_threads_and_gives_them_back(data, tmp_path, monkeypatch, two_threads):
     seen = set()
     monkeypatch.setattr(Classification, "after_step", lambda self, step: seen.add(torch.get_num_threads()))

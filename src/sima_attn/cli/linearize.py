@@ -22,7 +22,7 @@ def linearize_command(
     data: Annotated[str | None, Option(help="Folder of images, labels are not needed; or digits.")] = None,
     out: Annotated[Path, option.folder("Folder of the run.")] = Path("runs/linearize"),
     attention: Annotated[
-        str | None, Option(help="The new attention, e.g. sima, sima_local or relu2.", show_default="sima_local")
+        str | None, Option(help="The new attention, e.g. sima, sima_local or relu2_wide.", show_default="sima_local")
     ] = None,
     size: Annotated[int | None, Option(help="Side of the images. Default: the teacher's.", min=1)] = None,
     steps: Annotated[int, Option(help="Training steps.", min=4)] = 1000,

@@ -3,6 +3,8 @@
 Shapes: B batch, H heads, N tokens, D channels per head, F features per head.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -69,9 +71,9 @@ class Relu2WideAttention(Relu2Attention):
         super().__init__(dim, num_heads, *args, **kwargs)
         if not isinstance(expansion, int) or expansion < 1:
             raise ValueError(f"expansion must be a whole number from 1 on, got {expansion!r}")
-        like = {"device": self.proj.weight.device, "dtype": self.proj.weight.dtype}
-        self.q_map = FeatureMap(num_heads, self.head_dim, expansion * self.head_dim, **like)
-        self.k_map = FeatureMap(num_heads, self.head_dim, expansion * self.head_dim, **like)
+        factory: dict[str, Any] = {"device": self.proj.weight.device, "dtype": self.proj.weight.dtype}
+        self.q_map = FeatureMap(num_heads, self.head_dim, expansion * self.head_dim, **factory)
+        self.k_map = FeatureMap(num_heads, self.head_dim, expansion * self.head_dim, **factory)
 
     def query_features(self, q: Tensor) -> Tensor:
         return self.features(self.q_map(q))

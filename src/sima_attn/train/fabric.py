@@ -37,6 +37,11 @@ def start_fabric(device: str, precision: str, strategy: str = "ddp", timeout_min
     if device == "cuda" and precision in MIXED:
         torch.set_float32_matmul_precision("high")  # TF32 is enough for what autocast keeps in float32
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if device == "cuda" and local > torch.cuda.device_count():
+        raise ValueError(
+            f"torchrun started {local} processes on a machine with {torch.cuda.device_count()} GPUs; each needs one of "
+            "its own: start fewer, or use --device cpu"
+        )
     world = int(os.environ.get("WORLD_SIZE", "1"))
     fabric = Fabric(
         accelerator=device,
