@@ -91,6 +91,23 @@ def after_knn(model: str, data: str | None) -> list[Command]:
     return [["linear", model, *(["--data", data] if data else [])]]
 
 
+def after_linear(model: str, data: str) -> list[Command]:
+    """After a linear classifier on the frozen features of a model: all its weights learn the same images."""
+    folder = Path(model)
+    if not folder.is_dir():  # a name, with random weights or with those of a file
+        return []
+    tuned = folder.with_name(f"{folder.name}-finetuned")
+    return [*([] if tuned.exists() else [["finetune", folder, "--data", data, "--out", tuned]]), *_export(folder)]
+
+
+def after_classify(photo: Path, model: str | None, data: str | None) -> list[Command]:
+    """After the classes of photos, by a model whose attentions can be shown: where it looks."""
+    named: Command = ["--model", model] if model else []
+    by_neighbours: Command = ["--data", data] if data else []
+    page: list[Command] = [["serve", *named, *by_neighbours]] if _installed("fastapi", "uvicorn") else []
+    return [["heatmap", photo, *named], *page]
+
+
 def after_heatmap(photo: Path, model: str | None, layer: str) -> list[Command]:
     """After heat maps: more layers, or the page, where each layer is a click away."""
     named: Command = ["--model", model] if model else []
