@@ -97,7 +97,8 @@ def after_linear(model: str, data: str) -> list[Command]:
     if not folder.is_dir():  # a name, with random weights or with those of a file
         return []
     tuned = folder.with_name(f"{folder.name}-finetuned")
-    return [*([] if tuned.exists() else [["finetune", folder, "--data", data, "--out", tuned]]), *_export(folder)]
+    finetune: list[Command] = [] if tuned.exists() else [["finetune", folder, "--data", data, "--out", tuned]]
+    return [*finetune, *_export(folder)]
 
 
 def after_classify(photo: Path, model: str | None, data: str | None) -> list[Command]:
