@@ -51,7 +51,7 @@ def after_detector(folder: Path, metrics: Mapping[str, float]) -> list[Command]:
 
 
 def after_detector_eval(model: str, data: str) -> list[Command]:
-    """After the evaluation of a detector: look at what it finds."""
+    """After the evaluation of a detector, or its export: look at what it finds."""
     photo = first_image(data)
     return [["detect", "predict", photo, "--model", model]] if photo else []
 
