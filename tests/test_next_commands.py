@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from sima_attn import cli
 from sima_attn.cli import _next
 from sima_attn.data.splits import open_data
+from sima_attn.explain.photo_model import PhotoModel
 from sima_attn.models.loading import load_model
 from sima_attn.probe.features import Features
 from sima_attn.probe.knn import votes
@@ -58,6 +59,13 @@ def test_what_a_training_suggests_runs_and_suggests_what_runs(suggested, tmp_pat
         if words[0] == "eval":
             (mistakes,) = next_commands(output)
             assert "Mistakes: mistakes.png" in sima(*mistakes)
+        if words[0] == "knn":
+            (linear,) = next_commands(output)
+            finetune, export = next_commands(sima(*linear, "--epochs", 1))
+            assert "top1" in sima(*finetune, "--epochs", 1)
+            assert export == ["export", str(folder)]
+            again = next_commands(sima(*linear, "--epochs", 1))
+            assert again == [export]  # the folder of the run is taken
         if words[0] == "export":
             quantize, audit = next_commands(output)
             compared = sima(*quantize, "--calibrate", 32, "--compare", 8)
@@ -77,14 +85,17 @@ def test_a_run_of_dino_leads_on(tmp_path, monkeypatch):
     own = ["--data", data, "--set", "model.kwargs.depth=1", *SHORT, "--set", "distill.teacher_temp_epochs=1"]
     first = next_commands(sima("dino", *own, "--set", "run.batch=4", "--out", run))
     assert [words[0] for words in first] == ["knn", "classify", "export"]
-    for words in first[1:]:
-        sima(*words)
-    maps, page = next_commands(sima("heatmap", photo, "--model", run))
+    heatmap, page = next_commands(sima(*first[1]))
+    assert heatmap == ["heatmap", str(photo), "--model", str(run)]
+    assert page == ["serve", "--model", str(run)]
+    sima(*first[2])
+    maps, page = next_commands(sima(*heatmap))
     assert page == ["serve", "--model", str(run)]
     assert "chance" not in sima(*maps)
     assert "attention" in sima("audit", run)
     found = sima("classify", photo, "--model", run, "--data", data)
     assert all(name in found for name in open_data(data).classes)
+    assert next_commands(found)[1] == ["serve", "--model", str(run), "--data", str(data)]
     assert sima("classify", photo, "--data", data).count("%") == len(
         open_data(data).classes
     )  # the model in the package
@@ -125,6 +136,8 @@ COMMANDS = {
     "export": lambda run, photo: _next.after_export(run / "m.onnx", {"recipe": {"data": {"path": "digits"}}}),
     "quantize": lambda run, photo: _next.after_quantize([run / "m.int8.onnx"]),
     "knn": lambda run, photo: _next.after_knn(str(run), "my data"),
+    "linear": lambda run, photo: _next.after_linear(str(run), "my data"),
+    "classify": lambda run, photo: _next.after_classify(photo, str(run), "my data"),
     "heatmap": lambda run, photo: _next.after_heatmap(photo, str(run), "-1"),
 }
 
@@ -155,6 +168,22 @@ def test_class_folders_without_a_split_lead_to_knn_and_to_int8(tmp_path):
     for image in sorted((data / "dog").iterdir())[2:]:
         image.unlink()  # too few for int8
     assert [words[0] for words in _next.after_export(run / "m.onnx", about)] == ["audit"]
+
+
+def test_heat_maps_are_suggested_where_attentions_can_be_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = class_folders(tmp_path / "data")
+    photo = _next.first_image(str(data))
+    broken = tmp_path / "a.png"
+    broken.write_bytes(b"no photo")
+    heatmap, _ = next_commands(sima("classify", broken, photo))
+    assert heatmap == ["heatmap", str(photo)]
+    monkeypatch.setattr(PhotoModel, "has_maps", False)
+    assert "Next" not in sima("classify", photo)
+
+
+def test_a_name_without_a_folder_has_nothing_to_fine_tune():
+    assert _next.after_linear("sima_vit_mini_patch4_64", "digits") == []
 
 
 def test_a_model_without_classes_is_known_to_be_one():

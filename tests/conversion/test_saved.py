@@ -18,7 +18,7 @@ from closeness import assert_close
 from fresh_imports import run_fresh
 from sima_attn.conversion import convert, load_pretrained
 from sima_attn.conversion.placing import converted_modules
-from sima_attn.conversion.saved import SEALS
+from sima_attn.conversion.saved import SEALS, load_saved
 from transformers_models import HONOURED, MASKED, TEXT, TOKENS, VISION, build, build_clip, features, image, outputs
 
 transformers = pytest.importorskip("transformers")
@@ -359,6 +359,23 @@ def test_a_model_in_another_module_is_marked_too(tmp_path):
     convert(model, example_inputs=image(1))
     model[0].save_pretrained(tmp_path)
     assert len(converted_modules(transformers.AutoModel.from_pretrained(tmp_path))) == 2
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_folder_is_read_without_a_progress_bar(tmp_path, capfd, shown):
+    from transformers.utils import logging
+
+    model, _, _ = converted("vit_classifier")
+    model.save_pretrained(tmp_path)
+    before = logging.is_progress_bar_enabled()
+    try:
+        logging.enable_progress_bar() if shown else logging.disable_progress_bar()
+        capfd.readouterr()
+        load_saved(tmp_path)
+        assert "Loading weights" not in capfd.readouterr().err
+        assert logging.is_progress_bar_enabled() is shown
+    finally:
+        logging.enable_progress_bar() if before else logging.disable_progress_bar()
 
 
 @pytest.mark.parametrize("name", ["vit_classifier", "dinov2"])

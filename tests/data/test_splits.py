@@ -6,7 +6,7 @@ import pytest
 from sima_attn._settings import with_overrides
 from sima_attn.data.any_images import NONE, OPTIONAL, REQUIRED, open_any
 from sima_attn.data.settings import Data
-from sima_attn.data.splits import has_val_images, open_data, open_split
+from sima_attn.data.splits import check_classes, has_val_images, open_data, open_split, whole_folder
 from sima_attn.dino.recipes import named_dino_recipe
 from sima_attn.dino.task import train_dino
 from sima_attn.train.classify import train_classifier
@@ -35,6 +35,19 @@ def test_annotations_of_boxes_are_known_for_what_they_are(flat, file):
     with pytest.raises(ValueError, match=r"no class folders.* looks like annotations of boxes.*`sima detect train`"):
         open_data(flat)
     assert len(open_data(class_folders(flat / "labelled"))) == 24
+
+
+def test_one_folder_of_images_is_not_a_class_to_learn(flat):
+    """As in a folder of COCO files, whose images are in images/."""
+    (flat / "images").mkdir()
+    for image in flat.glob("*.png"):
+        image.rename(flat / "images" / image.name)
+    source = whole_folder(flat)
+    with pytest.raises(ValueError, match=r"one class \(images\), and a classifier needs at least two.* of its own$"):
+        check_classes(source, flat)
+    (flat / "instances_train.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"instances_train\.json looks like annotations.*`sima detect train`"):
+        check_classes(source, flat)
 
 
 @pytest.mark.parametrize("name", ["val", "valid", "validation", "test", "testing", "Test", "VALID"])

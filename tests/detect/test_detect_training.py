@@ -297,6 +297,13 @@ def test_eval_prints_table_4_and_writes_results_and_categories(run, tmp_path):
     assert len((tmp_path / "categories.csv").read_text().splitlines()) == 3
 
 
+def test_predict_takes_several_photos(run, data, tmp_path):
+    first, second = sorted((data / "images").iterdir())[:2]
+    sima("detect", "predict", first, second, "--model", run[0], "--out", tmp_path, "--device", "cpu")
+    told = json.loads((tmp_path / "detections.json").read_text())
+    assert [Path(entry["photo"]).name for entry in told] == [first.name, second.name]
+
+
 def test_predict_draws_photos_of_a_folder_a_glob_and_a_file(run, data, tmp_path):
     photos = tmp_path / "photos"
     shutil.copytree(data / "images", photos)

@@ -228,3 +228,8 @@ def test_a_photo_is_mapped_by_a_model_of_transformers(family, tmp_path):
     paths = dict(model.named_modules())
     assert all(path in paths for path in drawn)
     assert np.array_equal(heatmap(model, photo), list(drawn.values())[-1])
+
+
+def test_a_model_without_attention_has_no_maps():
+    assert photo_model(deit(img_size=32), size=32).has_maps
+    assert not photo_model(timm.create_model("resnet10t"), size=32).has_maps

@@ -10,9 +10,22 @@ from safetensors.torch import save_file
 from sima_attn._settings import to_dict
 from sima_attn.models.building import build_model
 from sima_attn.models.loading import load_model
+from sima_attn.models.settings import ModelSettings
 from small_runs import small_recipe
 
 NAME = "sima_xcit_nano_12_p16_224"
+
+
+@pytest.mark.parametrize(
+    ("file", "reason"), [("mine.pth", "size mismatch for head.weight"), ("none.pth", "no such file")]
+)
+def test_weights_that_a_recipe_cannot_start_from(tmp_path, file, reason):
+    kwargs = {"depth": 1, "img_size": 32}
+    torch.save(timm.create_model("vit_tiny_patch16_224", **kwargs).state_dict(), tmp_path / "mine.pth")
+    settings = ModelSettings("vit_tiny_patch16_224", kwargs={**kwargs, "checkpoint_path": str(tmp_path / file)})
+    with pytest.raises(ValueError, match=f"{reason}.*; `sima finetune vit_tiny_patch16_224 --weights FILE`") as caught:
+        build_model(settings, 5)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_path_may_hold_an_equals_sign_and_the_model_is_prepared_as_its_run(tmp_path):

@@ -114,6 +114,33 @@ def test_a_font_of_the_system_helps_with_its_characters_alone(fonts, dejavu, of_
     assert text_width("魚魚", 20) == pytest.approx(2 * text_width("魚", 20))
 
 
+def test_fonts_of_packages_come_before_those_of_the_system(monkeypatch, tmp_path, dejavu, of_one_sign):
+    """The packages are not imported, and one that is not installed is no error."""
+    package = tmp_path / "noto_cjk_sans_otc"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise AssertionError")
+    font = of_one_sign("魚").rename(package / "cjk.ttf")
+    (package / "LICENSE").write_text("OFL")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(captions, "FONT_PACKAGES", ("noto_cjk_sans_otc", "no_such_package"))
+    assert captions.package_fonts() == [str(font)]
+    assert captions.font_list()[:2] == [str(dejavu), str(font)]
+
+
+def test_figures_draw_what_captions_draw(fonts, dejavu, of_one_sign, tmp_path, recwarn):
+    from sima_attn.report.figures import figure
+
+    fonts(dejavu, of_one_sign("魚"))
+    with figure(tmp_path / "a.png") as (_, axes):
+        axes.set_title("魚 été 猫")
+        axes.set_yticks([0, 1], ["魚", "fish"])
+    assert not [str(warning.message) for warning in recwarn if "missing" in str(warning.message)]
+    assert axes.get_title() == "魚 été \\u732b"
+    first, second = axes.get_yticklabels()
+    assert first.get_fontfamily() == ["DejaVu Sans", "one sign"]
+    assert second.get_fontfamily() != first.get_fontfamily()
+
+
 def test_ascii_needs_no_other_font(monkeypatch):
     monkeypatch.setattr(captions, "_other_fonts", lambda: pytest.fail("other fonts were looked for"))
     assert split_by_font("layer 3, q") == [(captions.PILLOW, "layer 3, q")]

@@ -13,6 +13,7 @@ import threading
 import urllib.request
 import zlib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import timm
@@ -23,6 +24,7 @@ from PIL import Image
 pytest.importorskip("fastapi")
 pytest.importorskip("httpx")
 
+import uvicorn
 from fastapi.testclient import TestClient
 
 from sima_attn.data.images import ENDINGS, open_photo
@@ -330,6 +332,7 @@ def test_a_model_in_the_browser_is_there_or_how_to_get_it(tmp_path, monkeypatch)
     for name in RUNTIME:
         (web / name).write_bytes(b"of the runtime")
     found = InBrowser(file, web)
+    assert not found.reason_it_does_not_run
     answer = ask(found).json()
     assert (answer["name"], answer["preprocessing"]["size"], answer["precision"], answer["classes"]) == (
         "small",
@@ -350,6 +353,27 @@ def test_a_model_in_the_browser_is_there_or_how_to_get_it(tmp_path, monkeypatch)
     onnx.save(graph, tmp_path / "bare.onnx")
     with pytest.raises(ValueError, match=r"bare\.onnx does not say how its images are prepared"):
         InBrowser(tmp_path / "bare.onnx", web)
+
+
+def test_what_runs_in_the_browser_is_printed_at_the_start(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("onnxruntime")
+    from sima_attn.export.onnx import export_onnx
+
+    monkeypatch.chdir(tmp_path)  # where there is no .tools/web
+    monkeypatch.setattr(uvicorn.Server, "run", lambda server, sockets: None)
+    subject, web = small_subject(), tmp_path / "web"
+    export_onnx(subject.model, tmp_path / "small.onnx", input_size=32, labels=CLASSES, name="small")
+    web.mkdir()
+    for name in RUNTIME:
+        (web / name).write_bytes(b"of the runtime")
+    options = {"host": "127.0.0.1", "port": 0, "samples": None, "limits": Limits()}
+    serve(subject, **options)
+    serve(subject, **options, onnx=Path("small.onnx"))
+    serve(subject, **options, onnx=Path("small.onnx"), onnxruntime_web=web)
+    address, again, missing, third, page = capsys.readouterr().out.splitlines()
+    assert all(line.endswith("(Ctrl-C to stop)") for line in (address, again, third))
+    assert "make browser" in missing
+    assert page == f"{third.split()[0]}/browser  runs small.onnx in the browser"
 
 
 @pytest.fixture(scope="module")

@@ -81,3 +81,24 @@ def test_one_evaluation_is_drawn_as_a_marker(tmp_path, monkeypatch):
     assert all(tick % 1 == 0 for panels in ticks for panel in panels for tick in panel)
     none = Image.open(tmp_path / "none.png").convert("RGB")
     assert not any(colour == (220, 20, 60) for _, colour in none.getcolors(1 << 24))
+
+
+@pytest.mark.parametrize(("kept", "label"), [(2.0, "top1: kept 60"), (3.0, "top1: final 50"), (None, "top1: final 50")])
+def test_the_kept_weights_are_marked(tmp_path, monkeypatch, kept, label):
+    labels, savefig = [], Figure.savefig
+
+    def keep_labels(self, *arguments, **options):
+        savefig(self, *arguments, **options)
+        labels.extend(text.get_text() for text in self.axes[1].get_legend().get_texts())
+
+    monkeypatch.setattr(Figure, "savefig", keep_labels)
+    rows = "".join(f"{step},{step}.0,{top1},1.5\n" for step, top1 in ((1, 40), (2, 60), (3, 50)))
+    (tmp_path / "eval.csv").write_text("step,epoch,top1,loss\n" + rows)
+    plot_learning_curve(tmp_path, tmp_path / "curve.png", "title", kept)
+    assert labels == [label, *["kept weights"] * (kept == 2.0)]
+
+
+def test_a_run_without_an_evaluation_has_no_mark(tmp_path):
+    (tmp_path / "train.csv").write_text("step,epoch,loss\n1,0.5,2.0\n2,1.0,1.0\n")
+    plot_learning_curve(tmp_path, tmp_path / "curve.png", "title", 1.0)
+    assert (tmp_path / "curve.png").is_file()

@@ -51,7 +51,7 @@ def after_detector(folder: Path, metrics: Mapping[str, float]) -> list[Command]:
 
 
 def after_detector_eval(model: str, data: str) -> list[Command]:
-    """After the evaluation of a detector: look at what it finds."""
+    """After the evaluation of a detector, or its export: look at what it finds."""
     photo = first_image(data)
     return [["detect", "predict", photo, "--model", model]] if photo else []
 
@@ -89,6 +89,24 @@ def after_quantize(files: list[Path]) -> list[Command]:
 def after_knn(model: str, data: str | None) -> list[Command]:
     """After k-NN: the other measure of the same features."""
     return [["linear", model, *(["--data", data] if data else [])]]
+
+
+def after_linear(model: str, data: str) -> list[Command]:
+    """After a linear classifier on the frozen features of a model: all its weights learn the same images."""
+    folder = Path(model)
+    if not folder.is_dir():  # a name, with random weights or with those of a file
+        return []
+    tuned = folder.with_name(f"{folder.name}-finetuned")
+    finetune: list[Command] = [] if tuned.exists() else [["finetune", folder, "--data", data, "--out", tuned]]
+    return [*finetune, *_export(folder)]
+
+
+def after_classify(photo: Path, model: str | None, data: str | None) -> list[Command]:
+    """After the classes of photos, by a model whose attentions can be shown: where it looks."""
+    named: Command = ["--model", model] if model else []
+    by_neighbours: Command = ["--data", data] if data else []
+    page: list[Command] = [["serve", *named, *by_neighbours]] if _installed("fastapi", "uvicorn") else []
+    return [["heatmap", photo, *named], *page]
 
 
 def after_heatmap(photo: Path, model: str | None, layer: str) -> list[Command]:

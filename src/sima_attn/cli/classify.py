@@ -12,6 +12,7 @@ from typer import Argument, Option
 from sima_attn._devices import resolve_device
 from sima_attn._settings import to_dict
 from sima_attn.cli import _options as option
+from sima_attn.cli._next import after_classify, say_next
 from sima_attn.cli._shared import console, progress_bar, step_callback, teller
 from sima_attn.data.images import find_photos, open_photos
 
@@ -51,9 +52,14 @@ def classify_command(
             f"{loaded.name} has no trained weights: train a model with `sima train` and give its folder with --model"
         )
     from sima_attn.explain.answer import classify
+    from sima_attn.explain.photo_model import PhotoModel
 
+    classified = []
     for path, photo in open_photos(files, say=teller()):
         print_answer(path.name, classify(loaded, photo, top))
+        classified.append(path)
+    if PhotoModel(**vars(loaded)).has_maps:
+        say_next(after_classify(classified[0], model, data))
 
 
 def load_classifier(model: str | None, data: str | None, device: str) -> LoadedModel:

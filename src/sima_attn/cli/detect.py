@@ -102,7 +102,7 @@ def eval_command(
 
 @app.command("predict")
 def predict_command(
-    photo: Annotated[str, Argument(metavar="PHOTO|DIR|GLOB", help="A photo, a folder, or a glob in quotes.")],
+    photos: Annotated[list[str], Argument(metavar="PHOTO...", help="Photos, folders of them, or patterns.")],
     model: option.Detector,
     out: Annotated[Path, option.folder("Folder for the pictures and detections.json.")] = Path("runs/predict"),
     threshold: Annotated[float, Option(help="Minimum score to draw.", min=0.0, max=1.0)] = 0.5,
@@ -113,14 +113,14 @@ def predict_command(
     from sima_attn.detect.predict import predict_photos
     from sima_attn.detect.weights import load_detector
 
-    photos = find_photos([photo])
+    files = find_photos(photos)
     loaded = load_detector(model, score_threshold=threshold)
     loaded.model.to(resolve_device(device))
     with progress_bar() as progress:
-        task = progress.add_task("photos", total=len(photos))
+        task = progress.add_task("photos", total=len(files))
         told = predict_photos(
             loaded,
-            photos,
+            files,
             out,
             threshold=threshold,
             say=teller(progress.console),

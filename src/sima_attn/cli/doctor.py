@@ -33,6 +33,7 @@ PURPOSES = {
     "cuda": "the fused kernels on a GPU",
     "train": "sima train, eval, dino, knn, linear, classify, reproduce",
     "plots": "figures and pictures",
+    "fonts": "Asian scripts in pictures",
     "data": "scikit-learn's digits, scikit-image's photos: sima demo",
     "detection": "sima detect",
     "hf": "convert of transformers' models",

@@ -9,7 +9,7 @@ from rich.console import Console
 from typer import Option
 
 from sima_attn.cli import _options as option
-from sima_attn.cli._next import after_export, after_quantize, say_next
+from sima_attn.cli._next import after_detector_eval, after_export, after_quantize, say_next
 from sima_attn.cli._shared import console, print_table, progress_bar, teller
 from sima_attn.data.images import find_photos, open_photos
 from sima_attn.report.rows import read_rows, write_rows
@@ -97,6 +97,7 @@ def _export_detector(run: str, out: Path, size: int | None, data: Path | None, o
         )
     for fact in report.lines():
         console.print(fact)
+    say_next(after_detector_eval(run, loaded.recipe.data.path))
 
 
 @app.command("quantize")

@@ -12,7 +12,7 @@ from sima_attn._devices import resolve_device
 from sima_attn._errors import check_known
 from sima_attn._settings import PositiveFloat, check_value
 from sima_attn.cli import _options as option
-from sima_attn.cli._next import after_knn, say_next
+from sima_attn.cli._next import after_knn, after_linear, say_next
 from sima_attn.cli._shared import console, print_table, progress_bar, step_callback, teller
 from sima_attn.cli.train import CompileOption, CudaGraphOption, check_installed, resolved, say_finished
 from sima_attn.report.figures import check_can_plot
@@ -174,6 +174,7 @@ def linear_command(
     if out is not None:
         write_rows(out, result.rows)
         console.print(f"Rows: {out}")
+    say_next(after_linear(model, data or backbone.data.path))
 
 
 def extract_splits(

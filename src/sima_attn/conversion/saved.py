@@ -13,6 +13,7 @@ imported, the Auto classes know that type, and build the model with its attentio
 
 import inspect
 from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import cache, partial, reduce
 from pathlib import Path
@@ -189,7 +190,22 @@ def load_saved(folder: Path) -> Any:
         )
     is_converted = any(True for _ in _unseal(deepcopy(entries)))
     load = partial(load_pretrained, model_class) if is_converted else model_class.from_pretrained
-    return load(folder, local_files_only=True)
+    with _no_progress_bar():
+        return load(folder, local_files_only=True)
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Without the bar of transformers, which prints two lines for a file that is read in milliseconds."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def write_marks(model: Any) -> None:

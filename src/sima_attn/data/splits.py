@@ -58,13 +58,26 @@ def _opened(files: SplitFiles, root: Path) -> Source:
     try:
         return files.open()
     except ValueError as error:
-        found = [*root.glob("*.yaml"), *root.glob("*.yml"), *root.glob("*.json"), *root.glob("*/*.json")]
-        if found:
-            raise ValueError(
-                f"{error}. {found[0].relative_to(root)} looks like annotations of boxes: for these, use "
-                "`sima detect train`"
-            ) from None
+        if hint := _hint_of_boxes(root):
+            raise ValueError(f"{error}{hint}") from None
         raise
+
+
+def _hint_of_boxes(root: Path) -> str:
+    """What to use for the images in a folder where it has annotations of boxes; empty where it has none."""
+    found = [*root.glob("*.yaml"), *root.glob("*.yml"), *root.glob("*.json"), *root.glob("*/*.json")]
+    if not found:
+        return ""
+    return f". {found[0].relative_to(root)} looks like annotations of boxes: for these, use `sima detect train`"
+
+
+def check_classes(source: Source, path: str | Path) -> None:
+    """Raise if a classifier cannot be trained on the images of `path`, because they are of one class."""
+    if len(source.classes) < 2:
+        raise ValueError(
+            f"{path} has one class ({source.classes[0]}), and a classifier needs at least two: put the images of each "
+            f"class into a folder of its own{_hint_of_boxes(Path(path))}"
+        )
 
 
 def _folder(path: str | Path) -> Path:

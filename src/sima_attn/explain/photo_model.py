@@ -50,6 +50,15 @@ class PhotoModel(LoadedModel):
         """Whether it accepts images that are not square; otherwise photos are resized to a square."""
         return _runs(self.model, 4 * self.multiple, 3 * self.multiple)
 
+    @cached_property
+    def has_maps(self) -> bool:
+        """Whether attentions of it can be read, tested by a forward pass."""
+        image = torch.zeros(1, 3, self.size, self.size)
+        try:
+            return bool(read_attention(self.model, image).layers)
+        except ValueError:
+            return False
+
     def input_size(self, width: int, height: int, size: int | None = None) -> tuple[int, int]:
         """(height, width) at which a photo enters: about as many tokens as in training, the shape of the photo.
 

@@ -156,6 +156,14 @@ def create_model(settings: ModelSettings, num_classes: int) -> nn.Module:
         model = timm.create_model(settings.name, **kwargs)
     except TypeError as error:
         raise ValueError(f"{settings.name} cannot be built with {kwargs}: {error}") from error
+    except (OSError, RuntimeError) as error:
+        if "checkpoint_path" not in kwargs:
+            raise
+        reason = " ".join(str(error).split("\n\t")[:2]) or "there is no such file"  # timm gives no message for it
+        raise ValueError(
+            f"checkpoint_path={kwargs['checkpoint_path']} cannot be loaded into {settings.name} with {num_classes} "
+            f"classes: {reason}; `sima finetune {settings.name} --weights FILE` starts from weights for other classes"
+        ) from error
     vars(model)[SETTINGS] = settings
     return model
 

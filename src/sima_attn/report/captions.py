@@ -1,6 +1,7 @@
 """Text in pictures, in any script: drawn in fonts that have its characters, and as escapes where none has.
 
-Pillow's own font comes first; it has ASCII alone. Then come DejaVu of matplotlib, and the fonts of the system.
+Pillow's own font comes first; it has ASCII alone. Then come DejaVu of matplotlib, the fonts of the extra `fonts`, and
+those of the system.
 """
 
 import subprocess
@@ -15,6 +16,8 @@ from PIL import ImageDraw, ImageFont
 PILLOW = ""  # as a font file: the font inside Pillow
 NO_CHARACTER = "\U0010fffd"  # for private use: a font draws its sign for a missing character
 TESTED_SIZE = 16
+FONT_PACKAGES = ("noto_cjk_sans_otc", "justmytype_intl_south_asia", "justmytype_intl_sea")  # of the extra `fonts`
+FONT_FILES = (".ttf", ".otf", ".ttc")
 
 
 def text_width(text: str, size: int) -> float:
@@ -46,10 +49,15 @@ def shorten(text: str, size: int, width: float) -> str:
     return text + "..."
 
 
+def drawable(text: str) -> str:
+    """The text, with escapes in place of characters that no font has."""
+    # macOS stores é as e and an accent; fonts have the one character.
+    return "".join(_drawable(char) for char in unicodedata.normalize("NFC", text))
+
+
 def split_by_font(text: str) -> list[tuple[str, str]]:
     """Font files and the pieces of text to draw in them: one font for all of it where there is one."""
-    # macOS stores é as e and an accent; fonts have the one character.
-    shown = "".join(_drawable(char) for char in unicodedata.normalize("NFC", text))
+    shown = drawable(text)
     for file in _font_files():
         if all(has_glyph(file, char) for char in shown):
             return [(file, shown)]
@@ -99,12 +107,23 @@ def _other_fonts() -> list[str]:
 
 
 def font_list() -> list[str]:
-    """Font files that matplotlib brings and finds, or fontconfig without matplotlib."""
-    if find_spec("matplotlib") is not None:
-        from matplotlib import font_manager, get_data_path
+    """Font files, the first choice first."""
+    if find_spec("matplotlib") is None:
+        return [*package_fonts(), *_fonts_of_fontconfig()]
+    from matplotlib import font_manager, get_data_path
 
-        own = Path(get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"
-        return [str(own), *sorted(font_manager.findSystemFonts())]
+    own = Path(get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"
+    return [str(own), *package_fonts(), *sorted(font_manager.findSystemFonts())]
+
+
+def package_fonts() -> list[str]:
+    """Font files of the installed packages of the extra `fonts`, which are not imported."""
+    specs = [find_spec(name) for name in FONT_PACKAGES]
+    folders = [Path(folder) for spec in specs if spec for folder in spec.submodule_search_locations or ()]
+    return [str(file) for folder in folders for file in sorted(folder.rglob("*")) if file.suffix in FONT_FILES]
+
+
+def _fonts_of_fontconfig() -> list[str]:
     try:
         listed = subprocess.run(["fc-list", "--format", "%{file}\n"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,5 +37,31 @@ def figure(path: Path, *, rows: int = 1, columns: int = 1, dpi: int = 150, **opt
     FigureCanvasAgg(whole)
     axes = whole.subplots(rows, columns, **options)
     yield whole, axes
+    _choose_fonts(whole)
     with atomic_write(path) as temporary:
         whole.savefig(temporary, dpi=dpi, format=path.suffix[1:])
+
+
+def _choose_fonts(whole: Any) -> None:
+    """Give each text of a figure the fonts that have its characters: class names may be of any script."""
+    from matplotlib.text import Text
+
+    from sima_attn.report.captions import PILLOW, drawable, split_by_font
+
+    for axes in whole.axes:
+        axes.get_xticklabels(), axes.get_yticklabels()  # the labels get their text
+    for text in whole.findobj(Text):
+        words = text.get_text()
+        if not words.isascii():
+            files = [file for file, _ in split_by_font(words) if file != PILLOW]
+            text.set_fontfamily(["DejaVu Sans", *map(_family, files)])
+            text.set_text(drawable(words))
+
+
+@cache
+def _family(file: str) -> str:
+    """The name under which matplotlib finds a font file."""
+    from matplotlib import font_manager
+
+    font_manager.fontManager.addfont(file)
+    return str(font_manager.get_font(file).family_name)

@@ -57,12 +57,17 @@ class InBrowser:
         if onnx is not None:
             self.files |= {"model.onnx": (onnx.resolve(), "application/octet-stream")}
 
+    @property
+    def reason_it_does_not_run(self) -> str:
+        """What is missing, and how to get it; empty if the page can run the model."""
+        if self.model is None:
+            return NO_MODEL
+        return "" if self.files.keys() >= RUNTIME.keys() else NO_RUNTIME
+
     def facts(self) -> BrowserModel:
         """The model, or a refusal that says how to get what is missing."""
-        if self.model is None:
-            raise Refusal(404, NO_MODEL)
-        if not self.files.keys() >= RUNTIME.keys():
-            raise Refusal(404, NO_RUNTIME)
+        if self.model is None or self.reason_it_does_not_run:
+            raise Refusal(404, self.reason_it_does_not_run)
         return self.model
 
 

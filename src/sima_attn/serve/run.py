@@ -48,7 +48,10 @@ def serve(
                 "address of this machine, such as 127.0.0.1, or 0.0.0.0 for all of them"
             ) from None
         shown = f"[{host}]" if ":" in host else host
-        print(f"http://{shown}:{listener.getsockname()[1]}  (Ctrl-C to stop)", flush=True)
+        address = f"http://{shown}:{listener.getsockname()[1]}"
+        print(f"{address}  (Ctrl-C to stop)", flush=True)
+        if onnx is not None:
+            print(in_browser.reason_it_does_not_run or f"{address}/browser  runs {onnx} in the browser", flush=True)
         try:
             uvicorn.Server(server_config(app, limits)).run(sockets=[listener])
         finally:

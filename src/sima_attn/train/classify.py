@@ -28,7 +28,7 @@ from sima_attn.data.loader import (
 )
 from sima_attn.data.settings import Augment
 from sima_attn.data.sources import check_same_classes
-from sima_attn.data.splits import open_split
+from sima_attn.data.splits import check_classes, open_split
 from sima_attn.models.building import build_model
 from sima_attn.report.progress import RunProgress
 from sima_attn.train.batch_picture import draw_labelled
@@ -64,6 +64,7 @@ class Classification(Task):
         self.title = f"{recipe.name}: {recipe.model.name}, {recipe.model.attention or 'its own'} attention"
         self.source, self.val = open_split(recipe.data, "train"), open_split(recipe.data, "val")
         check_same_classes(self.source, self.val)
+        check_classes(self.source, recipe.data.path)
         self.classes = self.source.classes
         progress.say(
             f"{len(self.source)} train images in {self.source.place}; {len(self.val)} val images in {self.val.place}; "

@@ -13,8 +13,12 @@ MOST_CURVES = 4  # per panel
 LARGEST_RATIO = 1.5  # metrics below it are ratios, others percentages: they do not share a panel
 
 
-def plot_learning_curve(folder: Path, path: Path, title: str) -> None:
-    """Training and validation loss, and all other metrics, by epoch; a few curves per panel."""
+def plot_learning_curve(folder: Path, path: Path, title: str, kept_epoch: float | None = None) -> None:
+    """Training and validation loss, and all other metrics, by epoch; a few curves per panel.
+
+    Args:
+        kept_epoch: The epoch whose weights are kept, which is marked; None for the last one.
+    """
     train, evaluated = (read_log(file) if file.exists() else [] for file in (folder / "train.csv", folder / "eval.csv"))
     values = {
         name: [float(row[name]) for row in evaluated]
@@ -25,6 +29,11 @@ def plot_learning_curve(folder: Path, path: Path, title: str) -> None:
     with figure(path, columns=1 + len(panels), figsize=(5.5 * (1 + len(panels)), 4.5), squeeze=False) as (drawn, axes):
         left, *others = axes[0]
         epochs = [float(row["epoch"]) for row in evaluated]
+        final = len(epochs) - 1
+        shown = final
+        if kept_epoch is not None:
+            shown = min(range(len(epochs)), key=lambda i: abs(epochs[i] - kept_epoch), default=final)
+        what = "final" if shown == final else "kept"
         if train:
             losses = [float(row["loss"]) for row in train]
             _plot(left, [float(row["epoch"]) for row in train], losses, color="grey", label="train")
@@ -35,9 +44,11 @@ def plot_learning_curve(folder: Path, path: Path, title: str) -> None:
             for number, name in enumerate(names):
                 for full, dashes in ((name, "-"), (f"ema_{name}", "--")):
                     if full in values:
-                        label = f"{full}: final {values[full][-1]:.4g}"
+                        label = f"{full}: {what} {values[full][shown]:.4g}"
                         _plot(panel, epochs, values[full], color=f"C{number}", linestyle=dashes, label=label)
         for panel in (left, *others):
+            if what == "kept":
+                panel.axvline(epochs[shown], color="black", linestyle=":", label="kept weights")
             panel.set_xlabel("epoch")
             panel.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
             panel.grid(alpha=0.3)

@@ -18,8 +18,7 @@ from sima_attn._settings import check, from_dict, with_overrides
 from sima_attn.conversion.placing import converted_modules
 from sima_attn.data.loader import possible_batch
 from sima_attn.data.settings import Data
-from sima_attn.data.sources import Source
-from sima_attn.data.splits import DEFAULT_VAL, has_val_images, open_split
+from sima_attn.data.splits import DEFAULT_VAL, check_classes, has_val_images, open_split
 from sima_attn.models.building import Exchanges, token_refs_of, without_sources
 from sima_attn.models.huggingface import TRANSFORMERS, TimmInterface, convert_encoder, keep_scale
 from sima_attn.models.loading import LoadedModel, load, load_model
@@ -160,7 +159,7 @@ def train_finetuning(
     resume = start is None
     summary = train_task(recipe, out, build=build, resume=resume, device=device, quiet=quiet)
     assert task is not None
-    return Finetuned(load(out), task.best.metrics, task.best_epoch, summary)
+    return Finetuned(load(out), task.best.metrics, task.kept_epoch, summary)
 
 
 def _trained_model(
@@ -196,7 +195,7 @@ def _recipe(
         data = replace(data, val=DEFAULT_VAL)
         notes.append(f"{path} has no val images: {DEFAULT_VAL:.0%} of each class are held out (--val)")
     source = open_split(data, "train")
-    _check_classes(source, path)
+    check_classes(source, path)
     count = len(source)
     epochs = given["schedule.epochs"] or default_epochs(count)
     changed = given["model.attention"] not in (None, _settings_of(loaded).attention)
@@ -224,14 +223,6 @@ class _Wrapped:
     """The group `data` alone, so that its overrides can be applied before the images are counted."""
 
     data: Data
-
-
-def _check_classes(source: Source, path: str) -> None:
-    if len(source.classes) < 2:
-        raise ValueError(
-            f"{path} has one class ({source.classes[0]}), and a classifier needs at least two: put the images of each "
-            "class into a folder of its own"
-        )
 
 
 def _settings_of(loaded: LoadedModel) -> ModelSettings:

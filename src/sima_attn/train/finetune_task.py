@@ -138,12 +138,12 @@ class Finetuning(Classification):
         if self.is_finished():
             self.progress.say(
                 f"stopped early: {self.best.waited} evaluations in a row were not better than the one after "
-                f"epoch {self.best_epoch:g} (finetune.patience)"
+                f"epoch {self.kept_epoch:g} (finetune.patience)"
             )
         return metrics
 
     @property
-    def best_epoch(self) -> float:
+    def kept_epoch(self) -> float:
         """The epoch after which the best weights were found."""
         return self.best.step / self.steps_per_epoch
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
+from sima_attn.report.captions import drawable
 from sima_attn.report.drawing import Tile
 from sima_attn.report.figures import figure
 from sima_attn.train.batch_picture import CELL, COLUMNS, ROWS, save_sheet, to_pictures
@@ -58,7 +59,7 @@ def plot_classes(path: Path, rows: Sequence[Any], names: Sequence[str], title: s
     """Accuracy of each class as bars, the lowest first; of many classes the lowest ones."""
     shown = sorted((row for row in rows if row.images), key=lambda row: row.top1)[:MOST_BARS]
     left_out = sum(row.images > 0 for row in rows) - len(shown)
-    labels = [f"{names[row.label]} ({row.images})" for row in shown]
+    labels = [f"{drawable(names[row.label])} ({row.images})" for row in shown]
     with figure(path, figsize=(8, 1.4 + 0.24 * len(shown))) as (_, axes):
         axes.barh(range(len(shown)), [row.top1 for row in shown], color="steelblue")
         axes.set_yticks(range(len(shown)), labels, fontsize="small")

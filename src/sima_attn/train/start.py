@@ -106,7 +106,7 @@ def train_task(
             summary = loop.train(resume=resume, on_ready=begin)
             task.write_result(folder, task.about(recipe), first=first)
             if first and plots:
-                plot_learning_curve(folder.path, folder.curve, task.title)
+                plot_learning_curve(folder.path, folder.curve, task.title, task.kept_epoch)
             return summary
 
         summary = train()

@@ -106,6 +106,11 @@ class Task(ABC):
         """Plain values to save with each checkpoint and the weights: the recipe, the classes, the number of images."""
         return {"recipe": to_dict(recipe)}
 
+    @property
+    def kept_epoch(self) -> float | None:
+        """The epoch whose weights are the result; None for the last one."""
+        return None
+
     def result(self) -> nn.Module:
         """The module to save as weights.safetensors."""
         return self.model
