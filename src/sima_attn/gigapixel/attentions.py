@@ -187,8 +187,8 @@ def tiled_attention(path: str, attention: nn.Module) -> TiledAttention:
     kind = TILED.get(getattr(type(attention), "core", None))
     if kind is None:
         raise ValueError(
-            f"{path} is {type(attention).__name__}, which cannot run tile by tile: supported are sima, sima_local, relu2 "
-            "and relu2_wide; `sima linearize` makes such a model of a pretrained one, and `sima_attn.convert` one that "
-            "is to be trained"
+            f"{path} is {type(attention).__name__}, which cannot run tile by tile: supported are sima, sima_local, "
+            "relu2 and relu2_wide; `sima linearize` makes such a model of a pretrained one, and `sima_attn.convert` "
+            "one that is to be trained"
         )
     return kind(path, attention)

@@ -3,6 +3,8 @@
 Shapes: B batch, H heads, N query tokens, M key tokens, D channels per head.
 """
 
+from typing import ClassVar
+
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -18,7 +20,7 @@ def softmax_matrix(q: Tensor, k: Tensor) -> Tensor:
 class SoftmaxAttention(Attention):
     """Softmax attention by torch's fused kernel (flash attention where the device has it)."""
 
-    exps_in_paper = "HN^2"
+    exps_in_paper: ClassVar[str | None] = "HN^2"
     can_drop_attention = True
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
