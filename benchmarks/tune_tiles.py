@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import triton
 
-from sima_attn.ops import api, sima_attention_qkv, triton_launch
+from sima_attn.ops import prepared_calls, sima_attention_qkv, triton_launch
 from sima_attn.ops.triton_tiles import Tile, choose_tile, padded
 from sima_attn.report.cuda_timing import time_graphs
 
@@ -68,7 +68,7 @@ def runner(kernel: str, shape: str):
 
 def force(kernel: str, tile: Tile | None) -> None:
     """Make a kernel take a tile; None: as the table says."""
-    api._prepared.clear()  # they have launches recorded
+    prepared_calls._prepared.clear()  # they have launches recorded
 
     def choose(name, problem):
         return tile if tile is not None and name == kernel else choose_tile(name, problem)

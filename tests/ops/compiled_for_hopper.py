@@ -74,6 +74,12 @@ def main() -> None:
         (1, 60, 64, torch.bfloat16, "qk"),
     )
     for B, N, D, dtype, order in shapes:
+        if order == "kv":
+            q, k = torch.empty(2, B, 6, N, D, dtype=dtype, device="meta")
+            launcher = CompilingLauncher(found, f"relu2 {B}x{N}x{D} {dtype}")
+            inputs = read_inputs((q, k, k), None, None, None, 1.0, 1e-6, kind="relu2")
+            _, state = forward(launcher, inputs, order=order, keep=True)
+            backward(launcher, inputs, torch.empty(B, N, 6, D, dtype=dtype, device="meta"), state, order=order)
         case = f"{B}x{N}x{D} {dtype}"
         qkv = torch.empty(B, N, 3, 6, D, dtype=dtype, device="meta")
         do = torch.empty(B, N, 6, D, dtype=dtype, device="meta")

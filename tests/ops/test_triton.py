@@ -7,8 +7,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recorder import Recorder
-from sima_attn.nn import SimAttention
-from sima_attn.ops import api, plan, sima_attention, sima_attention_qkv, sima_reference, triton_tiles
+from sima_attn.nn import Relu2Attention, SimAttention
+from sima_attn.ops import (
+    plan,
+    prepared_calls,
+    relu2_attention,
+    sima_attention,
+    sima_attention_qkv,
+    sima_reference,
+    triton_tiles,
+)
 from sima_attn.ops.reference import algorithm_1
 
 triton_launchers = pytest.importorskip("sima_attn.ops.triton_launchers", reason="needs triton")
@@ -25,7 +33,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.fixture(autouse=True)
 def nothing_is_prepared(monkeypatch):
     """Every test prepares its calls anew: what one records must not depend on the tests before it."""
-    monkeypatch.setattr(api, "_prepared", {})
+    monkeypatch.setattr(prepared_calls, "_prepared", {})
 
 
 @pytest.fixture(autouse=True)
@@ -323,17 +331,17 @@ def test_training_keeps_q_k_v_and_a_matrix_per_head(order):
 
 def test_inference_keeps_nothing():
     with torch.no_grad():
-        _, state = triton_op.attention(*make_qkv(), None, None, None, 1.0, 1e-12, "kv", False)
+        _, state = triton_op.attention(*make_qkv(), None, None, None, 1.0, 1e-12, "sima", "kv", False)
     assert state.numel() == 0
 
 
 @pytest.mark.parametrize("order", ["kv", "qk"])
 def test_opcheck(order):
     q, k, v = (t.requires_grad_() for t in make_qkv(B=1, H=2, N=20, D=16))
-    torch.library.opcheck(triton_op.attention, (q, k, v, None, None, None, 1.0, 1e-12, order, True))
+    torch.library.opcheck(triton_op.attention, (q, k, v, None, None, None, 1.0, 1e-12, "sima", order, True))
     qkv = make(1, 20, 3, 2, 16).requires_grad_()
     mask = torch.ones(1, 20, dtype=torch.uint8, device=DEVICE)
-    torch.library.opcheck(triton_op.attention, (qkv, None, None, mask, mask, None, 1.0, 1e-12, order, True))
+    torch.library.opcheck(triton_op.attention, (qkv, None, None, mask, mask, None, 1.0, 1e-12, "sima", order, True))
 
 
 def test_compiles_without_a_graph_break(path):
@@ -466,10 +474,10 @@ def test_hooks_may_move_what_the_backward_needs():
 
 
 def test_what_is_prepared_stays_bounded(monkeypatch):
-    monkeypatch.setattr(api, "MOST_PREPARED", 2)
+    monkeypatch.setattr(prepared_calls, "MOST_PREPARED", 2)
     for N in (20, 21, 22):
         sima_attention(*make_qkv(N=N), backend="triton")
-    assert len(api._prepared) == 1
+    assert len(prepared_calls._prepared) == 1
 
 
 def test_autocast_leaves_the_dtype_of_the_inputs_alone():
@@ -536,6 +544,118 @@ def test_wide_heads_are_divided_only_where_they_do_not_fill_the_chip(converted):
 def test_programs_share_the_columns_of_a_head_where_heads_are_very_few(heads, columns):
     problem = triton_tiles.Problem(196, heads, width=64, itemsize=2, multiprocessors=132, shared_memory=232448)
     assert triton_tiles.choose_tile("forward_head", problem).columns == columns
+
+
+# --- relu2: the forward kernels of SimA, and a backward of its own -------------------------------------------------
+
+
+def assert_relu2_is_as_accurate_as_plain_torch(q, k, v):
+    grad = make(*q.shape[:3], v.shape[3], dtype=q.dtype)
+    ours = with_grads(relu2_attention, q, k, v, grad, backend="triton")
+    plain = with_grads(relu2_attention, q, k, v, grad, backend="eager")
+    truth = with_grads(relu2_attention, q.double(), k.double(), v.double(), grad, backend="eager")
+    # Plain torch rounds the result alone. The kernels round each factor of a product too, as flash attention does;
+    # cut off, as in the interpreter, the features are all too small.
+    factor = {torch.float32: 2.0, torch.bfloat16: 3.0 if CUDA else 10.0, torch.float16: 3.0}[q.dtype]
+    smallest = torch.finfo(q.dtype).eps / 8
+    for name, a, b, true in zip(("o", "dq", "dk", "dv"), ours, plain, truth, strict=True):
+        assert a.dtype == q.dtype
+        bound = factor * max(error(b, true), smallest)
+        assert error(a, true) <= bound, f"{name}: error {error(a, true):.2e}, plain torch {error(b, true):.2e}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_relu2_is_as_accurate_as_plain_torch(path, dtype):
+    assert_relu2_is_as_accurate_as_plain_torch(*make_qkv(N=150 * LARGER, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("N", "M", "D", "Dv"), [(40, 40, 64, 64), (60, 33, 256, 64), (1, 61, 16, 62), (61, 3, 80, 128)]
+)
+def test_relu2_of_other_widths_and_tokens(N, M, D, Dv, path, monkeypatch):
+    """256 features of 64 channels are those of relu2_wide."""
+    check = guarded(monkeypatch)
+    q, k, v = make_qkv(B=1, N=N, M=M, D=D, Dv=Dv)
+    assert_relu2_is_as_accurate_as_plain_torch(q, k, v)
+    check()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+@pytest.mark.parametrize(("D", "Dv"), [(16, 16), (32, 32), (48, 48), (64, 64), (80, 80), (128, 128), (256, 64)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("B", [2, 128], ids=["few heads", "many heads"])
+def test_relu2_on_the_gpu(D, Dv, dtype, B):
+    """Every tile of the table."""
+    for N in (36, 196, 500, 1370):
+        assert_relu2_is_as_accurate_as_plain_torch(*make_qkv(B=B, N=N, D=D, Dv=Dv, dtype=dtype))
+
+
+def test_a_query_without_positive_weights_gets_zeros_and_no_gradient(path):
+    q, k, v = make_qkv(N=70)
+    q[:, :, 3] = -q[:, :, 3].abs()
+    q[:, :, 5] *= 1e-4  # the sum of its weights is below the smallest divisor
+    grad = make(2, 2, 70, 24)
+    ours = with_grads(relu2_attention, q, k, v, grad, backend="triton")
+    truth = with_grads(relu2_attention, q.double(), k.double(), v.double(), grad, backend="eager")
+    o, dq = ours[:2]
+    assert (o[:, :, 3] == 0).all()
+    assert (dq[:, :, 3] == 0).all()
+    for a, true in zip(ours, truth, strict=True):
+        assert error(a, true) < 1e-5
+    assert error(dq[:, :, 5], truth[1][:, :, 5]) < 1e-5
+
+
+def test_relu2_lets_nan_through():
+    q, k, v = make_qkv(N=20)
+    q[0, 0, 3, 5] = torch.nan
+    o = relu2_attention(q, k, v, backend="triton")
+    assert o[0, 0, 3].isnan().all()
+    assert not o[0, 0, 4].isnan().any()
+    k[0, 1, 2, 5] = torch.nan
+    assert relu2_attention(q, k, v, backend="triton")[0, 1].isnan().all()
+
+
+def test_relu2_is_recorded_once_and_has_other_recordings_than_sima(monkeypatch):
+    made = count_recordings(monkeypatch)
+    for _ in range(3):
+        q, k, v = make_qkv(N=40, D=16)
+        grad = make(2, 2, 40, 16)
+        truth = with_grads(relu2_attention, q.double(), k.double(), v.double(), grad, backend="eager")
+        for a, true in zip(with_grads(relu2_attention, q, k, v, grad, backend="triton"), truth, strict=True):
+            assert error(a, true) < 1e-5
+        sima_attention(q, k, v, backend="triton", order="kv")
+    assert len(made) == 3, "forward and backward of relu2, forward of SimA"
+
+
+def test_opcheck_of_relu2():
+    q, k, v = (t.requires_grad_() for t in make_qkv(B=1, H=2, N=20, D=16))
+    torch.library.opcheck(triton_op.attention, (q, k, v, None, None, None, 1.0, 1e-6, "relu2", "kv", True))
+
+
+def test_relu2_compiles_without_a_graph_break():
+    torch._dynamo.reset()
+    module = Relu2Attention(48, 2).to(DEVICE)
+    x = make(2, 60, 48).requires_grad_()
+
+    def run(x):
+        return module.join(relu2_attention(*module.split(x), backend="triton")).square().sum()
+
+    expected = torch.autograd.grad(run(x), x)[0]
+    compiled = torch.compile(run, fullgraph=True, backend="inductor" if CUDA else "aot_eager")
+    assert error(torch.autograd.grad(compiled(x), x)[0], expected.double()) < 1e-4
+
+
+def test_what_the_kernels_of_relu2_cannot_take_raises_when_named_and_falls_back_when_not():
+    cases = {
+        "order='kv' only": (make_qkv(N=20), {"order": "qk"}),
+        "too large for one program": (make_qkv(N=20, D=256), {}),
+        "float64": ([t.double() for t in make_qkv(N=20)], {}),
+    }
+    for reason, (tensors, options) in cases.items():
+        with pytest.raises(ValueError, match=reason):
+            relu2_attention(*tensors, backend="triton", **options)
+        relu2_attention(*tensors, **options)
 
 
 @pytest.mark.gpu

@@ -3,13 +3,12 @@
 Shapes: B batch, H heads, N tokens, D channels per head.
 """
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from sima_attn.nn.baselines.feature_maps import FeatureMapAttention, feature_cost
 from sima_attn.nn.local_values import LocalAttention
 from sima_attn.ops.cost import AttentionShape, Cost
-
-EPS = 1e-6
+from sima_attn.ops.linear_attention import RELU2_EPS, relu2_attention, relu2_features
 
 
 class Relu2Attention(LocalAttention, FeatureMapAttention):
@@ -18,12 +17,8 @@ class Relu2Attention(LocalAttention, FeatureMapAttention):
         S = sum_j phi(k_j) v_j^T        z = sum_j phi(k_j)
 
     The weights of a query are not negative and sum to one; a query without positive weights attends to nothing. The
-    square makes them sharper than those of relu, and 1 / sqrt(D) makes a weight the mean over the channels. Features
-    and sums are float32 in half precision, where squares would overflow. The convolution starts at zero.
-
-    This is plain torch. A fused kernel would compute Q' (K'^T V) as SimA's does, with Q' = phi(Q), K' = phi(K) applied
-    as the tiles are read, and z in place of the l1 norms: z is one more column of K'^T [V, 1], and the division by
-    Q' z is one per row of the output.
+    square makes them sharper than those of relu, and 1 / sqrt(D) makes a weight the mean over the channels. The
+    convolution starts at zero. On CUDA it runs in SimA's fused kernels, see `relu2_attention`.
 
     Args:
         args, kwargs: Arguments of timm's attention.
@@ -32,14 +27,26 @@ class Relu2Attention(LocalAttention, FeatureMapAttention):
         prefix_tokens: Number of tokens before the patch tokens. By default the smallest from 0 to 8 that fits.
     """
 
+    def __init__(self, dim: int, num_heads: int = 8, *args, **kwargs) -> None:
+        super().__init__(dim, num_heads, *args, **kwargs)
+        self.q_map: nn.Module = nn.Identity()
+        self.k_map: nn.Module = nn.Identity()
+
     def features(self, x: Tensor) -> Tensor:
-        return (x * x.shape[-1] ** -0.25).relu().square()
+        return relu2_features(x)
+
+    def query_features(self, q: Tensor) -> Tensor:
+        return self.features(self.q_map(q))
+
+    def key_features(self, k: Tensor) -> Tensor:
+        return self.features(self.k_map(k))
 
     def divisor(self, weights: Tensor) -> Tensor:
-        return weights.clamp_min(EPS)
+        return weights.clamp_min(RELU2_EPS)
 
     def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return super().core(q, k, v) + self.local_values(q, v)  # [B, H, N, D]
+        o = relu2_attention(self.q_map(q), self.k_map(k), v, order=self.order)  # [B, H, N, D]
+        return o + self.local_values(q, v)
 
     def cost(self, shape: AttentionShape) -> Cost:
         return self.with_local_cost(feature_cost(shape, shape.D, self.order, exps=0))

@@ -72,16 +72,11 @@ class Relu2WideAttention(Relu2Attention):
         if not isinstance(expansion, int) or expansion < 1:
             raise ValueError(f"expansion must be a whole number from 1 on, got {expansion!r}")
         factory: dict[str, Any] = {"device": self.proj.weight.device, "dtype": self.proj.weight.dtype}
+        self.expansion = expansion
         self.q_map = FeatureMap(num_heads, self.head_dim, expansion * self.head_dim, **factory)
         self.k_map = FeatureMap(num_heads, self.head_dim, expansion * self.head_dim, **factory)
 
-    def query_features(self, q: Tensor) -> Tensor:
-        return self.features(self.q_map(q))
-
-    def key_features(self, k: Tensor) -> Tensor:
-        return self.features(self.k_map(k))
-
     def cost(self, shape: AttentionShape) -> Cost:
-        F = self.q_map.weight.shape[2]
+        F = self.expansion * self.head_dim
         maps = shape.heads * (shape.N + shape.M) * shape.D * F
         return self.with_local_cost(feature_cost(shape, F, self.order, exps=0, macs=maps))

@@ -3,6 +3,7 @@
 from sima_attn.ops.api import Plan, plan, sima_attention, sima_attention_qkv
 from sima_attn.ops.cost import AttentionShape, Cost, choose_order, sima_cost
 from sima_attn.ops.exp_counter import ExpCounter
+from sima_attn.ops.linear_attention import relu2_attention
 from sima_attn.ops.reference import sima_matrix_reference, sima_reference
 from sima_attn.ops.streaming import SimaAccumulator
 
@@ -14,6 +15,7 @@ __all__ = [
     "SimaAccumulator",
     "choose_order",
     "plan",
+    "relu2_attention",
     "sima_attention",
     "sima_attention_qkv",
     "sima_cost",

@@ -17,7 +17,8 @@ from torch import Tensor
 from sima_attn._errors import unknown_name
 from sima_attn.ops.cost import resolve_order
 from sima_attn.ops.eager import sima_eager, sima_eager_qkv, trains_packed
-from sima_attn.ops.triton_support import INTERPRETED, describe, is_plain_call, unsupported_reason
+from sima_attn.ops.prepared_calls import call_key, prepare_call, prepared_call
+from sima_attn.ops.triton_support import unsupported_reason
 from sima_attn.ops.triton_tiles import order_on_gpu
 
 if TYPE_CHECKING:
@@ -59,22 +60,13 @@ def plan(
 ) -> Plan:
     """The order and backend that `sima_attention` uses for these tensors. A named backend is never replaced."""
     check_order(order)
-    if backend not in BACKENDS:
-        raise unknown_name("backend", backend, BACKENDS)
     if is_split(group):
         if order == "qk":
             raise ValueError(
                 "order 'qk' needs all keys on one process, but group splits them; use order='kv' or 'auto'"
             )
         order = "kv"
-    if backend == "auto":
-        # An exported program must run without this package, and may become an ONNX file.
-        use_kernels = q.is_cuda and not _is_exporting() and unsupported_reason(q, k, v, order) is None
-        backend = "triton" if use_kernels else "eager"
-    elif backend == "triton" and (reason := unsupported_reason(q, k, v, order)) is not None:
-        raise ValueError(
-            f"backend 'triton' does not support this call: {reason}; backend='auto' falls back to plain torch"
-        )
+    backend = choose_backend(q, backend, lambda: unsupported_reason(q, k, v, order))
     N, M, D, Dv = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
     if order == "auto" and backend == "triton":
         order = order_on_gpu(N, M, D, Dv, q.element_size())
@@ -84,6 +76,20 @@ def plan(
     if not torch.compiler.is_compiling() and (callback := _plan_callback.get()) is not None:
         callback(chosen)
     return chosen
+
+
+def choose_backend(q: Tensor, backend: str, unsupported: Callable[[], str | None]) -> str:
+    """ "eager" or "triton", for `unsupported`, which says why the kernels do not support a call."""
+    if backend not in BACKENDS:
+        raise unknown_name("backend", backend, BACKENDS)
+    if backend == "auto":
+        # An exported program must run without this package, and may become an ONNX file.
+        return "triton" if q.is_cuda and not _is_exporting() and unsupported() is None else "eager"
+    if backend == "triton" and (reason := unsupported()) is not None:
+        raise ValueError(
+            f"backend 'triton' does not support this call: {reason}; backend='auto' falls back to plain torch"
+        )
+    return backend
 
 
 def is_split(group: "Group | None") -> bool:
@@ -149,8 +155,8 @@ def sima_attention(
             loss is the sum of the losses of the processes.
     """
     split = is_split(group)
-    key = None if split else _call_key((q, k, v, key_mask, query_mask), (order, token_ref, eps, backend))
-    if key is not None and (call := _prepared.get(key)) is not None:
+    key = None if split else call_key((q, k, v, key_mask, query_mask), (order, token_ref, eps, backend))
+    if (call := prepared_call(key)) is not None:
         return call(q, k, v, query_mask=query_mask, key_mask=key_mask).transpose(1, 2)
     check_qkv(q, k, v, fewest_tokens=0 if split else 1)
     if key_mask is not None:
@@ -167,7 +173,7 @@ def sima_attention(
         return sima_eager(
             q, k, v, order=chosen.order, key_mask=key_mask, query_mask=query_mask, token_ref=token_ref, eps=eps
         )
-    call = _triton_call(key, chosen.order, token_ref, eps)
+    call = prepare_call(key, chosen.order, token_ref, eps)
     return call(q, k, v, query_mask=query_mask, key_mask=key_mask).transpose(1, 2)
 
 
@@ -180,31 +186,6 @@ def _split_attention(backend: str) -> Callable[..., Tensor]:
     from sima_attn.ops.sequence_parallel import sima_split
 
     return sima_split
-
-
-# Calls that need no checks, because the key holds everything that the checks depend on.
-_prepared: dict[tuple, Callable[..., Tensor]] = {}
-MOST_PREPARED = 1024
-
-
-def _call_key(tensors: tuple[Tensor | None, ...], options: tuple) -> tuple | None:
-    """The key of a plain call on a device that has the kernels; None for others, e.g. while torch.compile traces."""
-    if not is_plain_call(*tensors) or not (INTERPRETED or getattr(tensors[0], "is_cuda", False)):
-        return None
-    return (*map(describe, tensors), *options)
-
-
-def _triton_call(key: tuple | None, order: str, token_ref: float | None, eps: float) -> Callable[..., Tensor]:
-    """A function that runs the kernels for q, k and v, or for packed qkv; cached if there is a key."""
-    from sima_attn.ops.triton_op import PreparedCall
-
-    call = PreparedCall(order, token_ref, eps)
-    if key is None:
-        return call.through_operator
-    if len(_prepared) >= MOST_PREPARED:
-        _prepared.clear()
-    _prepared[key] = call
-    return call
 
 
 def sima_attention_qkv(
@@ -222,8 +203,8 @@ def sima_attention_qkv(
     `token_mask` [B, N] is True for real tokens; the other arguments are those of `sima_attention`.
     """
     split = is_split(group)
-    key = None if split else _call_key((qkv, token_mask), (order, token_ref, eps, backend))
-    if key is not None and (call := _prepared.get(key)) is not None:
+    key = None if split else call_key((qkv, token_mask), (order, token_ref, eps, backend))
+    if (call := prepared_call(key)) is not None:
         return call(qkv, query_mask=token_mask, key_mask=token_mask)
     if not isinstance(qkv, Tensor) or qkv.dim() != 5 or qkv.shape[2] != 3:
         given = tuple(qkv.shape) if isinstance(qkv, Tensor) else type(qkv).__name__
@@ -245,7 +226,7 @@ def sima_attention_qkv(
             q, k, v, order=chosen.order, key_mask=token_mask, query_mask=token_mask, token_ref=token_ref, eps=eps
         )
         return o.transpose(1, 2)
-    return _triton_call(key, chosen.order, token_ref, eps)(qkv, query_mask=token_mask, key_mask=token_mask)
+    return prepare_call(key, chosen.order, token_ref, eps)(qkv, query_mask=token_mask, key_mask=token_mask)
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, *, fewest_tokens: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""The Triton kernels of SimA, forward and backward; triton_launch.py launches them.
+"""The Triton kernels of SimA, forward and backward, and the forward of relu2; triton_launch.py launches them.
 
 With the folded scale s = gain / (|Q|_1 |K|_1), one number per channel, everything is sums over tokens and small
 matrices. W [D, DV] is the whole state of a head:
@@ -23,6 +23,11 @@ Three buffers share one layout, a row of D * DV + 2 D float32 numbers per head (
     shares   K^T V, |Q|_1, |K|_1 of a share of the tokens (backward: A and unused space)
     state    W, |Q|_1, |K|_1, kept for the backward (without W in the "qk" order)
     sums     Z, t/|Q|_1, t/|K|_1
+
+The forward kernels of the "kv" order also compute relu2 (KIND), whose rows are normalised in place of its channels,
+with Q' = phi(Q), K' = phi(K), phi(x) = relu(x)^2 / sqrt(D); triton_relu2_kernels.py has the backward:
+
+    W = K'^T V        z = |K'|_1 in place of |K|_1        O = Q' W / max(Q' z, eps)        |Q|_1 is not used
 
 Shapes: N query tokens, M key tokens, D channels per head, DV value channels per head; BLOCK_* are powers of two,
 lanes past D or DV are masked. `head` is b * H + h.
@@ -142,6 +147,41 @@ def partial_l1(x, SUM_ROWS: tl.constexpr):
     return tl.sum(tl.reshape(magnitude, [x.shape[0] // SUM_ROWS, SUM_ROWS, x.shape[1]]), axis=0)
 
 
+@triton.constexpr_function
+def root_of_scale(D):
+    """relu2 multiplies its squares by 1 / sqrt(D)."""
+    return D**-0.25
+
+
+@triton.jit
+def features(x, KIND: tl.constexpr, D: tl.constexpr):
+    """phi(x), in float32, or x itself for SimA."""
+    if KIND == "relu2":
+        x = x.to(tl.float32) * root_of_scale(D)
+        x = tl.where(x < 0, 0.0, x)
+        x = x * x
+    return x
+
+
+@triton.jit
+def key_products(k_tile, v_tile, KIND: tl.constexpr, PRECISION: tl.constexpr):
+    """K'^T V of a tile [D, DV]."""
+    if KIND == "relu2":
+        kv = product(tl.trans(k_tile), v_tile, PRECISION)
+    else:
+        kv = raw_product(tl.trans(k_tile), v_tile, PRECISION)
+    return kv
+
+
+@triton.jit
+def output_tile(q_tile, w, z, eps, KIND: tl.constexpr, PRECISION: tl.constexpr):
+    """O = Q W of a tile, divided by the sums of the weights for relu2."""
+    o = product(q_tile, w, PRECISION)
+    if KIND == "relu2":
+        o = o / tl.maximum(tl.sum(q_tile * z[None, :], axis=1), eps)[:, None]
+    return o
+
+
 @triton.jit
 def scaled_rows(x, norm_q, norm_k, gain, eps):
     """diag(s) x [D, DV] with s = gain / (|Q|_1 |K|_1).
@@ -149,6 +189,14 @@ def scaled_rows(x, norm_q, norm_k, gain, eps):
     One norm after the other: their product overflows float32 where q and k are near 1e18.
     """
     return x * (gain / tl.maximum(norm_q, eps))[:, None] * (1.0 / tl.maximum(norm_k, eps))[:, None]
+
+
+@triton.jit
+def head_matrix(kv, norm_q, norm_k, gain, gains, b, eps, KIND: tl.constexpr):
+    """W [D, DV] from K'^T V: diag(s) K^T V, or itself for relu2."""
+    if KIND == "sima":
+        kv = scaled_rows(kv, norm_q, norm_k, load_gain(gain, gains, b), eps)
+    return kv
 
 
 @triton.jit
@@ -269,7 +317,7 @@ def forward_head(
     k_offset, v_offset, gain, eps, H, N, M, tiles, q_b, q_h, q_n, k_b, k_h, k_n, v_b, v_h, v_n, o_n,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
     SUM_ROWS: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr, KEEP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_V columns of O = Q W for `tiles` tiles of tokens. WHOLE: all tokens fit one tile, q is read once and kept.
 
@@ -286,33 +334,37 @@ def forward_head(
     if WHOLE:
         # k and v first, q last: the other order was clearly slower on an H200.
         k_tile, v_tile = load_pair(k, v, key_mask, b, n, M, k_n, v_n, d, e, D, DV)
-        q_tile = load_tile(q, n, real_rows(query_mask, b, n, N), q_n, d, D)
+        q_tile = features(load_tile(q, n, real_rows(query_mask, b, n, N), q_n, d, D), KIND, D)
+        k_tile = features(k_tile, KIND, D)
         sum_k, sum_q = partial_l1(k_tile, SUM_ROWS), partial_l1(q_tile, SUM_ROWS)
-        kv = raw_product(tl.trans(k_tile), v_tile, PRECISION)  # [BLOCK_D, BLOCK_V]
+        kv = key_products(k_tile, v_tile, KIND, PRECISION)  # [BLOCK_D, BLOCK_V]
     else:
         kv = tl.zeros([BLOCK_D, BLOCK_V], tl.float32)
         sum_q, sum_k = tl.zeros([SUM_ROWS, BLOCK_D], tl.float32), tl.zeros([SUM_ROWS, BLOCK_D], tl.float32)
         for start in tl.range(0, tl.maximum(N, M), BLOCK_N, num_stages=STAGES):
             rows = start + n
             k_tile, v_tile = load_pair(k, v, key_mask, b, rows, M, k_n, v_n, d, e, D, DV)
-            q_tile = load_tile(q, rows, real_rows(query_mask, b, rows, N), q_n, d, D)
-            kv = wait_for(kv + raw_product(tl.trans(k_tile), v_tile, PRECISION))
+            k_tile = features(k_tile, KIND, D)
+            if KIND == "sima":
+                q_tile = load_tile(q, rows, real_rows(query_mask, b, rows, N), q_n, d, D)
+            kv = wait_for(kv + key_products(k_tile, v_tile, KIND, PRECISION))
             sum_k += partial_l1(k_tile, SUM_ROWS)
-            sum_q += partial_l1(q_tile, SUM_ROWS)
+            if KIND == "sima":
+                sum_q += partial_l1(q_tile, SUM_ROWS)
     norm_k, norm_q = tl.sum(sum_k, axis=0), tl.sum(sum_q, axis=0)
 
-    w = scaled_rows(kv, norm_q, norm_k, load_gain(gain, gains, b), eps)  # [BLOCK_D, BLOCK_V]
+    w = head_matrix(kv, norm_q, norm_k, gain, gains, b, eps, KIND)  # [BLOCK_D, BLOCK_V]
     if KEEP and group == 0:
         store_row(state, head, w, norm_q, norm_k, d, e, D, DV)
     if WHOLE:
-        store_tile(o, product(q_tile, w, PRECISION), n, N, o_n, e, DV)
+        store_tile(o, output_tile(q_tile, w, norm_k, eps, KIND, PRECISION), n, N, o_n, e, DV)
     else:
         last = tl.minimum((group + 1) * tiles, tl.cdiv(N, BLOCK_N))
         for tile in tl.range(group * tiles, last, num_stages=STAGES):
             rows = tile * BLOCK_N + n
             real = real_rows(query_mask, b, rows, N)
-            q_tile = load_tile(q, rows, real, q_n, d, D)
-            store_tile(o, product(q_tile, w, PRECISION), rows, N, o_n, e, DV)
+            q_tile = features(load_tile(q, rows, real, q_n, d, D), KIND, D)
+            store_tile(o, output_tile(q_tile, w, norm_k, eps, KIND, PRECISION), rows, N, o_n, e, DV)
 
 
 @triton.jit(do_not_specialize=["N", "M", "gain", "eps"])
@@ -370,9 +422,12 @@ def outer_products(
     x, y, z, shares, x_mask, z_mask,
     x_offset, y_offset, heads, H, rows_x, rows_z, splits, x_b, x_h, x_n, y_b, y_h, y_n, z_b, z_h, z_n,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
-    SUM_ROWS: tl.constexpr, STAGES: tl.constexpr, NORMS: tl.constexpr, PRECISION: tl.constexpr,
+    SUM_ROWS: tl.constexpr, STAGES: tl.constexpr, NORMS: tl.constexpr, PRECISION: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """One share of X^T Y [D, DV], summed over its part of the tokens; with NORMS of |Z|_1 and |X|_1 too."""
+    """One share of X^T Y [D, DV], summed over its part of the tokens; with NORMS of |Z|_1 and |X|_1 too.
+
+    For relu2, X is phi(x), and |Z|_1 stays zero.
+    """
     head, split, part_v = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b = head // H
     d, e = tl.arange(0, BLOCK_D), part_v * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -383,17 +438,19 @@ def outer_products(
     xy = tl.zeros([BLOCK_D, BLOCK_V], tl.float32)
     sum_x = tl.zeros([SUM_ROWS, BLOCK_D], tl.float32)
     sum_z = tl.zeros([SUM_ROWS, BLOCK_D], tl.float32)
-    rows_of_both = tl.maximum(rows_x, rows_z) if NORMS else rows_x
+    rows_of_both = tl.maximum(rows_x, rows_z) if NORMS and KIND == "sima" else rows_x
     tiles = tl.cdiv(tl.cdiv(rows_of_both, BLOCK_N), splits)
     for tile in tl.range(split * tiles, (split + 1) * tiles, num_stages=STAGES):
         rows = tile * BLOCK_N + n
         x_tile, y_tile = load_pair(x, y, x_mask, b, rows, rows_x, x_n, y_n, d, e, D, DV)
-        xy += raw_product(tl.trans(x_tile), y_tile, PRECISION)
+        x_tile = features(x_tile, KIND, D)
+        xy += key_products(x_tile, y_tile, KIND, PRECISION)
         if NORMS:
             xy = wait_for(xy)
-            z_tile = load_tile(z, rows, real_rows(z_mask, b, rows, rows_z), z_n, d, D)
             sum_x += partial_l1(x_tile, SUM_ROWS)
-            sum_z += partial_l1(z_tile, SUM_ROWS)
+            if KIND == "sima":
+                z_tile = load_tile(z, rows, real_rows(z_mask, b, rows, rows_z), z_n, d, D)
+                sum_z += partial_l1(z_tile, SUM_ROWS)
     row = matrix_row(shares, split * heads + head, D, DV)
     store_matrix(row, xy, d, e, D, DV)
     if NORMS and part_v == 0:
@@ -439,8 +496,9 @@ def add_shares(shares, step, offsets, wanted, splits, AT_ONCE: tl.constexpr):
 def finish_forward(
     shares, state, gains, gain, eps, heads, H, splits,
     D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr, AT_ONCE: tl.constexpr,
+    KIND: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of W = diag(s) K^T V, and their norms."""
+    """ROWS rows of W = diag(s) K^T V, and their norms. For relu2 the sums of the shares, without a scale."""
     head = tl.program_id(0)
     d, e = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_V)
     first, step = matrix_row(shares, head, D, DV), heads * (D * DV + 2 * D)
@@ -448,7 +506,7 @@ def finish_forward(
     norm_k = add_shares(first + D * DV + D, step, d, d < D, splits, AT_ONCE)
     offsets, inside = tl.ravel(matrix_offsets(d, e, DV)), tl.ravel(inside_matrix(d, e, D, DV))
     kv = tl.reshape(add_shares(first, step, offsets, inside, splits, AT_ONCE), [ROWS, BLOCK_V])
-    w = scaled_rows(kv, norm_q, norm_k, load_gain(gain, gains, head // H), eps)
+    w = head_matrix(kv, norm_q, norm_k, gain, gains, head // H, eps, KIND)
     store_row(state, head, w, norm_q, norm_k, d, e, D, DV)
 
 
@@ -456,7 +514,7 @@ def finish_forward(
 def apply_forward(
     q, o, shares, state, query_mask, gains, gain, eps, heads, H, N, tiles, q_b, q_h, q_n, o_n,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
+    SPLITS: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """O = Q W for `tiles` tiles of tokens. SPLITS: add that many shares first; 0: W is in `state` already."""
     head, part_v = tl.program_id(0), tl.program_id(2)
@@ -469,16 +527,18 @@ def apply_forward(
     b = head // H
     if SPLITS > 0:
         kv, norm_q, norm_k = add_few_shares(shares, head, heads, d, e, SPLITS, D, DV)
-        w = scaled_rows(kv, norm_q, norm_k, load_gain(gain, gains, b), eps)
+        w = head_matrix(kv, norm_q, norm_k, gain, gains, b, eps, KIND)
         if KEEP and group == 0:
             store_row(state, head, w, norm_q, norm_k, d, e, D, DV)
     else:
-        w = load_matrix(matrix_row(state, head, D, DV), d, e, D, DV)
+        row = matrix_row(state, head, D, DV)
+        w = load_matrix(row, d, e, D, DV)
+        _, norm_k = load_vectors(row, d, D, DV)
     for tile in range(group * tiles, tl.minimum((group + 1) * tiles, tl.cdiv(N, BLOCK_N))):
         rows = tile * BLOCK_N + n
         real = real_rows(query_mask, b, rows, N)
-        q_tile = load_tile(q, rows, real, q_n, d, D)
-        store_tile(o, product(q_tile, w, PRECISION), rows, N, o_n, e, DV)
+        q_tile = features(load_tile(q, rows, real, q_n, d, D), KIND, D)
+        store_tile(o, output_tile(q_tile, w, norm_k, eps, KIND, PRECISION), rows, N, o_n, e, DV)
 
 
 @triton.jit(do_not_specialize=["gain", "eps", "splits"])

@@ -1,8 +1,9 @@
-"""Which Triton kernels compute SimA, on which grids, with which memory.
+"""Which Triton kernels compute SimA and relu2, on which grids, with which memory.
 
 Few tokens take one launch. With many tokens there are two launches: the first sums over shares of the tokens, the
 second computes the outputs. A third one in between adds the shares where they are many. Where the tokens are split over
-processes, the `..._of_part` functions launch the same kernels on each side of an all-reduce.
+processes, the `..._of_part` functions launch the same kernels on each side of an all-reduce. relu2 has the forward of
+SimA's "kv" order and a backward of its own, always in two or three launches.
 
 Shapes: B batch, H heads, N query tokens, M key tokens, D channels per head, DV value channels per head.
 """
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sima_attn.ops import triton_kernels as kernels
+from sima_attn.ops import triton_relu2_kernels as relu2_kernels
 from sima_attn.ops import triton_tiles as tiles
 from sima_attn.ops.triton_launchers import Launcher
 from sima_attn.ops.triton_tiles import Problem, Tile, cdiv, choose_tile, padded
@@ -44,6 +46,7 @@ class Inputs(NamedTuple):
     M: int
     D: int
     DV: int
+    kind: str = "sima"  # or "relu2"
 
     @property
     def heads(self) -> int:
@@ -82,17 +85,17 @@ class Inputs(NamedTuple):
 Options = tuple[Tensor | None, Tensor | None, Tensor | None, float, float]
 
 
-def read_inputs(tensors: Sequence[Tensor], *options: *Options) -> Inputs:
+def read_inputs(tensors: Sequence[Tensor], *options: *Options, kind: str = "sima") -> Inputs:
     """Inputs of q [B, H, N, D], k [B, H, M, D] and v [B, H, M, DV], or of one packed tensor [B, N, 3, H, D]."""
     if len(tensors) == 1:
         (qkv,) = tensors
         B, N, _, H, D = qkv.shape
         batch, token, which, head, _ = qkv.stride()
-        return Inputs(qkv, None, None, *options, (which, 2 * which), (batch, head, token) * 3, B, H, N, N, D, D)
+        return Inputs(qkv, None, None, *options, (which, 2 * which), (batch, head, token) * 3, B, H, N, N, D, D, kind)
     q, k, v = tensors
     B, H, N, D = q.shape
     strides = tuple(stride for t in tensors for stride in t.stride()[:3])
-    return Inputs(q, k, v, *options, (0, 0), strides, B, H, N, k.shape[2], D, v.shape[3])
+    return Inputs(q, k, v, *options, (0, 0), strides, B, H, N, k.shape[2], D, v.shape[3], kind)
 
 
 def forward(launcher: Launcher, x: Inputs, *, order: str, keep: bool) -> tuple[Tensor, Tensor | None]:
@@ -114,7 +117,7 @@ def forward(launcher: Launcher, x: Inputs, *, order: str, keep: bool) -> tuple[T
         own |= {"BLOCK_N": tile.rows, "BLOCK_V": columns, "SUM_ROWS": _sum_rows(x, tile)}
         # Where the two widths differ, ptxas of CUDA 12.8 (Triton 3.6) computes the address of W from a register that
         # nothing has written, unless there is a loop: wrong results, or illegal accesses.
-        own |= {"STAGES": tile.stages, "WHOLE": x.tokens <= tile.rows and x.blocks[0] == x.blocks[1]}
+        own |= {"STAGES": tile.stages, "WHOLE": x.tokens <= tile.rows and x.blocks[0] == x.blocks[1], "KIND": x.kind}
     launcher.launch(
         kernel, grid,
         (x.q, x.k, x.v, o, state, x.query_mask, x.key_mask, x.gains),
@@ -130,7 +133,7 @@ def _forward_split(launcher: Launcher, x: Inputs, o: Tensor, keep: bool) -> Tens
     state = launcher.empty(*x.row_shape) if keep or not few else None
     shares = _sum_shares(launcher, x, splits)
     if not few:
-        _finish(launcher, kernels.finish_forward, (shares, state), splits, x)
+        _finish(launcher, kernels.finish_forward, (shares, state), splits, x, KIND=x.kind)
     _apply_forward(launcher, x, o, shares, state, splits=splits if few else 0, keep=keep)
     return state
 
@@ -145,7 +148,7 @@ def _apply_forward(
         kernels.apply_forward, (x.heads, cdiv(x.N, tile.rows * tile.tiles), cdiv(x.DV, columns)),
         (x.q, o, shares, state, x.query_mask, x.gains),
         (x.gain, x.eps, x.heads, x.H, x.N, tile.tiles, *x.strides[:3], x.H * x.DV),
-        tile, BLOCK_N=tile.rows, SPLITS=splits, KEEP=keep, **{**x.constants, "BLOCK_V": columns},
+        tile, BLOCK_N=tile.rows, SPLITS=splits, KEEP=keep, KIND=x.kind, **{**x.constants, "BLOCK_V": columns},
     )  # fmt: skip
 
 
@@ -173,19 +176,21 @@ def _sum_shares(launcher: Launcher, x: Inputs, splits: int, do: Tensor | None = 
     launcher.launch(
         kernels.outer_products, (x.heads, splits, cdiv(x.DV, columns)),
         (*tensors, shares, *masks), (*offsets, x.heads, x.H, *rows, splits, *strides),
-        tile, BLOCK_N=tile.rows, SUM_ROWS=_sum_rows(x, tile), STAGES=tile.stages, NORMS=do is None,
+        tile, BLOCK_N=tile.rows, SUM_ROWS=_sum_rows(x, tile), STAGES=tile.stages, NORMS=do is None, KIND=x.kind,
         **{**x.constants, "BLOCK_V": columns},
     )  # fmt: skip
     return shares
 
 
-def _finish(launcher: Launcher, kernel: Any, rows: tuple[Tensor | None, ...], splits: int, x: Inputs) -> None:
+def _finish(
+    launcher: Launcher, kernel: Any, rows: tuple[Tensor | None, ...], splits: int, x: Inputs, **constants: str
+) -> None:
     few_heads = x.heads * cdiv(x.D, FINISH_ROWS) < x.chip.multiprocessors
     count = FINISH_ROWS // 2 if few_heads else FINISH_ROWS
     launcher.launch(
         kernel, (x.heads, cdiv(x.D, count), 1), (*rows, x.gains),
         (x.gain, x.eps, x.heads, x.H, splits), Tile(count, warps=4),
-        D=x.D, DV=x.DV, ROWS=count, BLOCK_V=padded(x.DV), AT_ONCE=4 if splits <= 4 else 16,
+        D=x.D, DV=x.DV, ROWS=count, BLOCK_V=padded(x.DV), AT_ONCE=4 if splits <= 4 else 16, **constants,
     )  # fmt: skip
 
 
@@ -194,6 +199,8 @@ def backward(launcher: Launcher, x: Inputs, do: Tensor, state: Tensor, *, order:
 
     do is [B, N, H, DV] with contiguous channels.
     """
+    if x.kind == "relu2":
+        return _relu2_backward(launcher, x, do, state)
     grads = _empty_grads(launcher, x)
     if order == "qk" or _is_one_launch(x, tiles.FEW_TOKENS):
         kernel = kernels.attend_backward if order == "qk" else kernels.backward_head
@@ -246,6 +253,33 @@ def _apply_backward(
         (*offsets, x.gain, x.eps, x.heads, x.H, x.N, x.M, tile.tiles, *strides),
         tile, BLOCK_C=columns, BLOCK_N=tile.rows, SPLITS=splits, **x.constants,
     )  # fmt: skip
+
+
+def _relu2_backward(launcher: Launcher, x: Inputs, do: Tensor, state: Tensor) -> Tensor:
+    """As `backward`, for relu2."""
+    grads = _empty_grads(launcher, x)
+    splits, few = _count_shares(x)
+    shares, numbers = launcher.empty(splits, *x.row_shape), launcher.empty(x.heads, 2, x.N)
+    offsets, strides = _offsets_and_strides(x, do)
+    tile = _tile(relu2_kernels.relu2_sums_backward, x)
+    launcher.launch(
+        relu2_kernels.relu2_sums_backward, (x.heads, splits, 1), (x.q, do, shares, state, numbers),
+        (x.eps, x.heads, x.H, x.N, splits, *x.strides[:3], *_head_strides(do)),
+        tile, BLOCK_N=tile.rows, **x.constants,
+    )  # fmt: skip
+    sums = None if few else launcher.empty(*x.row_shape)
+    if sums is not None:
+        _finish(launcher, kernels.finish_forward, (shares, sums), splits, x, KIND=x.kind)
+    tile = _tile(relu2_kernels.relu2_apply_backward, x)
+    columns = min(max(x.blocks), tile.columns)
+    launcher.launch(
+        relu2_kernels.relu2_apply_backward,
+        (x.heads, cdiv(x.tokens, tile.rows * tile.tiles), cdiv(max(x.D, x.DV), columns)),
+        (x.q, x.k, x.v, do, grads, shares, state, sums, numbers),
+        (*offsets, x.eps, x.heads, x.H, x.N, x.M, tile.tiles, *strides),
+        tile, BLOCK_C=columns, BLOCK_N=tile.rows, SPLITS=splits if few else 0, **x.constants,
+    )  # fmt: skip
+    return grads
 
 
 def split_grads(grads: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -315,7 +349,7 @@ def sums_of_part(launcher: Launcher, x: Inputs) -> Tensor:
 def forward_of_part(launcher: Launcher, x: Inputs, sums: Tensor) -> tuple[Tensor, Tensor]:
     """(o [B, N, H, DV], state) from the sums over all processes."""
     o, state = launcher.empty(x.B, x.N, x.H, x.DV, dtype=x.q.dtype), launcher.empty(*x.row_shape)
-    _finish(launcher, kernels.finish_forward, (sums, state), 1, x)
+    _finish(launcher, kernels.finish_forward, (sums, state), 1, x, KIND=x.kind)
     if x.N > 0:
         _apply_forward(launcher, x, o, None, state, splits=0, keep=False)
     return o, state

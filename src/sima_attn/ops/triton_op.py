@@ -1,4 +1,4 @@
-"""SimA by the Triton kernels: eager calls, torch operators for torch.compile, and their gradients.
+"""SimA and relu2 by the Triton kernels: eager calls, torch operators for torch.compile, and their gradients.
 
 A plain call goes through a `PreparedCall`, which checks nothing and repeats recorded launches. A call that a compiler,
 a tracer, a dispatch mode or a tensor subclass must see goes through the operator `sima_attn::attention`. torch.compile
@@ -25,10 +25,10 @@ from sima_attn.ops.triton_support import describe
 
 
 class PreparedCall:
-    """SimA of tensors with one description -> [B, N, H, Dv]."""
+    """SimA or relu2 of tensors with one description -> [B, N, H, Dv]."""
 
-    def __init__(self, order: str, token_ref: float | None, eps: float) -> None:
-        self.order, self.token_ref, self.eps = order, token_ref, eps
+    def __init__(self, order: str, token_ref: float | None, eps: float, kind: str = "sima") -> None:
+        self.order, self.token_ref, self.eps, self.kind = order, token_ref, eps, kind
         self._recordings: dict[Hashable, Recording] = {}  # forward by `keep`, backward by the tensors' description
 
     def __call__(self, *tensors: Tensor, query_mask: Tensor | None = None, key_mask: Tensor | None = None) -> Tensor:
@@ -45,7 +45,7 @@ class PreparedCall:
         """The same through the operator, which compilers, tracers and dispatch modes see; nothing is recorded."""
         options = self._options(tensors, as_bytes(query_mask), as_bytes(key_mask))
         q, k, v = tensors if len(tensors) == 3 else (*tensors, None, None)
-        return attention(q, k, v, *options, self.order, needs_grad(*tensors))[0]
+        return attention(q, k, v, *options, self.kind, self.order, needs_grad(*tensors))[0]
 
     def forward(
         self, tensors: Sequence[Tensor], query_mask: Tensor | None, key_mask: Tensor | None, *, keep: bool
@@ -71,7 +71,7 @@ class PreparedCall:
             return recording.repeat(given)
         recording = Recording(given)
         with device_of(given[0]):
-            launch(recording, read_inputs(tensors, *options), *others, order=self.order, **settings)
+            launch(recording, read_inputs(tensors, *options, kind=self.kind), *others, order=self.order, **settings)
         self._recordings[key] = recording
         return recording.finish()
 
@@ -138,10 +138,10 @@ def operator(name: str, run: Callable):
 def _run_attention(
     q: Tensor, k: Tensor | None, v: Tensor | None,
     query_mask: Tensor | None, key_mask: Tensor | None, gains: Tensor | None, gain: float, eps: float,
-    order: str, keep: bool,
+    kind: str, order: str, keep: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(o [B, N, H, Dv], state), the latter empty unless `keep`. q is packed where k and v are None."""
-    x = read_inputs(present(q, k, v), query_mask, key_mask, gains, gain, eps)
+    x = read_inputs(present(q, k, v), query_mask, key_mask, gains, gain, eps, kind=kind)
     o, state = forward(TracedLauncher(q), x, order=order, keep=keep)
     return o, q.new_empty(0, dtype=torch.float32) if not keep or state is None else state
 
@@ -149,10 +149,10 @@ def _run_attention(
 def _run_attention_backward(
     do: Tensor, state: Tensor, q: Tensor, k: Tensor | None, v: Tensor | None,
     query_mask: Tensor | None, key_mask: Tensor | None, gains: Tensor | None, gain: float, eps: float,
-    order: str,
+    kind: str, order: str,
 ) -> Tensor:  # fmt: skip
     """The gradients of q, k and v, or of the packed tensor, as one flat tensor."""
-    x = read_inputs(present(q, k, v), query_mask, key_mask, gains, gain, eps)
+    x = read_inputs(present(q, k, v), query_mask, key_mask, gains, gain, eps, kind=kind)
     return backward(TracedLauncher(q), x, do, state, order=order)
 
 
@@ -161,17 +161,17 @@ attention_backward = operator("sima_attn::attention_backward", _run_attention_ba
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, gain, eps, order, _ = inputs
+    *tensors, gain, eps, kind, order, _ = inputs
     ctx.save_for_backward(output[1], *tensors)
-    ctx.numbers = gain, eps, order
+    ctx.options = gain, eps, kind, order
     ctx.set_materialize_grads(False)  # the state has no gradient: no zeros for it
 
 
 def _grad(ctx, grad, _unused):
     _, *tensors = ctx.saved_tensors
-    grads = attention_backward(with_contiguous_channels(grad), *ctx.saved_tensors, *ctx.numbers)
+    grads = attention_backward(with_contiguous_channels(grad), *ctx.saved_tensors, *ctx.options)
     found = split_grads(grads, present(*tensors[:3]))
-    return *found, *[None] * (10 - len(found))
+    return *found, *[None] * (11 - len(found))
 
 
 attention.register_autograd(_grad, setup_context=_save)

@@ -9,9 +9,10 @@ import os
 import torch
 from torch import Tensor, nn
 
-from sima_attn.ops.triton_tiles import LARGEST_HEAD, fits_one_tile
+from sima_attn.ops.triton_tiles import LARGEST_HEAD, fits_one_tile, padded
 
 LARGEST_OFFSET = 2**31  # the kernels index the numbers of one head with 32 bits
+LARGEST_RELU2_STATE = 256 * 64  # numbers in a padded matrix of a head
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SMALLEST_CAPABILITY = (8, 0)
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -36,6 +37,16 @@ def unsupported_reason(q: Tensor, k: Tensor, v: Tensor, order: str = "auto") -> 
         if t.shape[2] * max(t.stride(2), 1) >= LARGEST_OFFSET:
             return f"{name} is too large: a head must span fewer than 2**31 numbers"
     return None
+
+
+def unsupported_by_relu2(q: Tensor, k: Tensor, v: Tensor, order: str) -> str | None:
+    """As `unsupported_reason`, for the kernels of relu2."""
+    if order == "qk":
+        return "relu2 has kernels for order='kv' only"
+    widths = padded(q.shape[3]) * padded(v.shape[3])
+    if widths > LARGEST_RELU2_STATE:
+        return f"two matrices of {q.shape[3]} x {v.shape[3]} numbers are too large for one program"
+    return unsupported_reason(q, k, v, "kv")
 
 
 def _unsupported_device(device: torch.device) -> str | None:

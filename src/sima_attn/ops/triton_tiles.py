@@ -125,6 +125,8 @@ def _candidates(kernel: str, problem: Problem) -> list[Tile]:
     wide = problem.width * problem.itemsize > 64 * 2  # a row of a tile takes more than 128 bytes
     if problem.width > 64 and problem.itemsize == 2:
         small = [Tile(64, warps=8), Tile(32, warps=8), Tile(16, warps=8, stages=1)]
+        if kernel == "relu2_sums_backward":  # two matrices of a head are kept
+            return small[1:]
         if kernel != "forward_head":
             return small
         if problem.heads >= problem.multiprocessors:  # half of the columns would read q and k twice
@@ -146,6 +148,8 @@ def _candidates(kernel: str, problem: Problem) -> list[Tile]:
             Tile(32, warps=4),
         ],
         "apply_backward": [Tile(64, warps=4, stages=3), Tile(32, warps=4), Tile(32, warps=4, stages=1)],
+        "relu2_sums_backward": [Tile(64, warps=4), Tile(32, warps=4), Tile(32, warps=4, stages=1)],
+        "relu2_apply_backward": [Tile(64, warps=4, stages=3), Tile(32, warps=4), Tile(32, warps=4, stages=1)],
         "attend": [Tile(64, warps=4)],
         "attend_backward": [Tile(64, warps=4)],
     }[kernel]

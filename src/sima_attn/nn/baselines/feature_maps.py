@@ -12,6 +12,7 @@ from torch import Tensor
 from sima_attn.nn.attention import Attention, computed_in_float32
 from sima_attn.ops.api import check_order
 from sima_attn.ops.cost import AttentionShape, Cost, product_macs, resolve_order
+from sima_attn.ops.linear_attention import weighted_sums
 
 
 class FeatureMapAttention(Attention):
@@ -50,15 +51,6 @@ class FeatureMapAttention(Attention):
     def matrix(self, q: Tensor, k: Tensor) -> Tensor:
         weights = self.query_features(q) @ self.key_features(k).mT
         return weights / self.divisor(weights.sum(-1, keepdim=True))
-
-
-def weighted_sums(phi_q: Tensor, phi_k: Tensor, v: Tensor, order: str) -> tuple[Tensor, Tensor]:
-    """Sum of the values [B, H, N, Dv] and of the weights [B, H, N, 1] for every query, from phi [B, H, N, F]."""
-    order = resolve_order(order, phi_q.shape[-2], phi_k.shape[-2], phi_q.shape[-1], v.shape[-1])
-    if order == "kv":
-        return phi_q @ (phi_k.mT @ v), phi_q @ phi_k.sum(-2).unsqueeze(-1)
-    weights = phi_q @ phi_k.mT  # [B, H, N, M]
-    return weights @ v, weights.sum(-1, keepdim=True)
 
 
 def feature_cost(shape: AttentionShape, F: int, order: str, *, exps: int, scratch: int = 0, macs: int = 0) -> Cost:

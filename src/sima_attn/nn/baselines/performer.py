@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from sima_attn.nn.attention import Attention, computed_in_float32
-from sima_attn.nn.baselines.feature_maps import feature_cost, weighted_sums
+from sima_attn.nn.baselines.feature_maps import feature_cost
 from sima_attn.ops.cost import AttentionShape, Cost
+from sima_attn.ops.linear_attention import weighted_sums
 
 FEATURE_EPS = 1e-4
 NORMALISER_EPS = 1e-6
