@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sima_attn.ops import triton_launchers, triton_tiles
+from sima_attn.ops import triton_launchers, triton_tiles, triton_token_convolution
 from sima_attn.ops.triton_launch import (
     backward,
     backward_of_part,
@@ -24,6 +24,7 @@ from sima_attn.ops.triton_launch import (
     read_inputs,
     sums_of_part,
 )
+from sima_attn.ops.triton_token_convolution import differentiate
 
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.uint8: "*u8"}
 HOPPER = triton_tiles.Chip(multiprocessors=132, shared_memory=232448)
@@ -64,7 +65,7 @@ class CompilingLauncher:
 
 
 def main() -> None:
-    triton_tiles.chip = lambda device: HOPPER
+    triton_tiles.chip = triton_token_convolution.chip = lambda device: HOPPER
     found: dict[str, list[int]] = {}
     shapes = (
         (128, 500, 64, torch.bfloat16, "kv"),
@@ -74,12 +75,6 @@ def main() -> None:
         (1, 60, 64, torch.bfloat16, "qk"),
     )
     for B, N, D, dtype, order in shapes:
-        if order == "kv":
-            q, k = torch.empty(2, B, 6, N, D, dtype=dtype, device="meta")
-            launcher = CompilingLauncher(found, f"relu2 {B}x{N}x{D} {dtype}")
-            inputs = read_inputs((q, k, k), None, None, None, 1.0, 1e-6, kind="relu2")
-            _, state = forward(launcher, inputs, order=order, keep=True)
-            backward(launcher, inputs, torch.empty(B, N, 6, D, dtype=dtype, device="meta"), state, order=order)
         case = f"{B}x{N}x{D} {dtype}"
         qkv = torch.empty(B, N, 3, 6, D, dtype=dtype, device="meta")
         do = torch.empty(B, N, 6, D, dtype=dtype, device="meta")
@@ -97,6 +92,13 @@ def main() -> None:
                 launcher.case += " of a part"
                 _, state = forward_of_part(launcher, inputs, sums_of_part(launcher, inputs))
                 backward_of_part(launcher, inputs, do, state, gradient_sums_of_part(launcher, inputs, do, state))
+    for B, N, D, dtype in ((8, 4096, 80, torch.float16), (1, 196, 64, torch.bfloat16)):
+        launcher = CompilingLauncher(found, f"relu2 {B}x{N}x{D} {dtype}")
+        v, do = torch.empty(2, B, 6, N, D, dtype=dtype, device="meta")
+        inputs = read_inputs((v, v, v), None, None, None, 1.0, 1e-6, kind="relu2")
+        _, state = forward(launcher, inputs, order="kv", keep=True)
+        backward(launcher, inputs, do.transpose(1, 2), state, order="kv")
+        differentiate(launcher, v, torch.empty(6 * D, 1, 3, 3, device="meta"), do, (N % 4, N // 4, 4))
     assert triton_launchers.INTERPRETED is False
     json.dump(found, sys.stdout)
 

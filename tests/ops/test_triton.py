@@ -30,18 +30,7 @@ BF16_FACTOR = 2.0 if CUDA else 5.0
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_prepared(monkeypatch):
-    """Every test prepares its calls anew: what one records must not depend on the tests before it."""
-    monkeypatch.setattr(prepared_calls, "_prepared", {})
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory(monkeypatch):
-    """Everything the kernels are to fill holds NaN before: what they forget cannot go unnoticed."""
-    for launcher in (triton_launchers.Recording, triton_launchers.TracedLauncher):
-        empty = launcher.empty
-        monkeypatch.setattr(launcher, "empty", lambda *a, _empty=empty, **k: _empty(*a, **k).fill_(torch.nan))
+pytestmark = pytest.mark.usefixtures("nothing_is_prepared", "poisoned_memory")
 
 
 PATHS = ("one launch", "few shares", "many shares")  # of the "kv" order
@@ -416,10 +405,8 @@ def test_a_second_derivative_is_an_error_and_not_a_zero():
 
 
 def count_recordings(monkeypatch):
-    made = []
-    monkeypatch.setattr(
-        triton_op, "Recording", lambda inputs: made.append(triton_launchers.Recording(inputs)) or made[-1]
-    )
+    made, new = [], triton_launchers.Recording
+    monkeypatch.setattr(triton_launchers, "Recording", lambda inputs: made.append(new(inputs)) or made[-1])
     return made
 
 
@@ -648,7 +635,7 @@ def test_relu2_compiles_without_a_graph_break():
 
 def test_what_the_kernels_of_relu2_cannot_take_raises_when_named_and_falls_back_when_not():
     cases = {
-        "order='kv' only": (make_qkv(N=20), {"order": "qk"}),
+        "kernels for order='kv' only": (make_qkv(N=20), {"order": "qk"}),
         "too large for one program": (make_qkv(N=20, D=256), {}),
         "float64": ([t.double() for t in make_qkv(N=20)], {}),
     }

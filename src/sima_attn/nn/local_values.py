@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sima_attn.nn.attention import Attention
 from sima_attn.nn.grid import TokenLayout, check_layout_options, token_layout
 from sima_attn.ops.cost import Cost
-from sima_attn.ops.eager import without_autocast
+from sima_attn.ops.token_convolution import token_convolution
 
 
 class LocalValues(nn.Module):
@@ -45,19 +44,12 @@ class LocalValues(nn.Module):
         self.weight = nn.Parameter(torch.zeros(dim, 1, 3, 3, device=device, dtype=dtype))
 
     def forward(self, v: Tensor) -> Tensor:
-        """The convolution of v. Views of a packed projection are read without a copy."""
+        """The convolution of v."""
         return self.convolve(v, self.layout(v.shape[2]))
 
     def convolve(self, v: Tensor, layout: TokenLayout) -> Tensor:
         """The convolution of v on a given layout of its tokens."""
-        _, H, _, D = v.shape
-        P, rows, columns = layout
-        x = v.transpose(1, 2).flatten(2)[:, P:]  # [B, rows * columns, C]
-        x = x.transpose(1, 2).unflatten(2, (rows, columns))  # [B, C, rows, columns]
-        with without_autocast(v):  # the dtype of the output is that of v, as for A v
-            x = F.conv2d(x, self.weight.to(v.dtype), padding=1, groups=H * D)
-        x = F.pad(x.flatten(2).transpose(1, 2), (0, 0, P, 0))  # [B, N, C]
-        return x.unflatten(2, (H, D)).transpose(1, 2)
+        return token_convolution(v, self.weight, *layout)
 
     def layout(self, N: int) -> TokenLayout:
         """Prefix tokens, rows and columns of N tokens."""

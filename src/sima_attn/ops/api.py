@@ -17,7 +17,7 @@ from torch import Tensor
 from sima_attn._errors import unknown_name
 from sima_attn.ops.cost import resolve_order
 from sima_attn.ops.eager import sima_eager, sima_eager_qkv, trains_packed
-from sima_attn.ops.prepared_calls import call_key, prepare_call, prepared_call
+from sima_attn.ops.prepared_calls import call_key, keep_call, prepared_call
 from sima_attn.ops.triton_support import unsupported_reason
 from sima_attn.ops.triton_tiles import order_on_gpu
 
@@ -173,7 +173,7 @@ def sima_attention(
         return sima_eager(
             q, k, v, order=chosen.order, key_mask=key_mask, query_mask=query_mask, token_ref=token_ref, eps=eps
         )
-    call = prepare_call(key, chosen.order, token_ref, eps)
+    call = _triton_call(key, chosen.order, token_ref, eps)
     return call(q, k, v, query_mask=query_mask, key_mask=key_mask).transpose(1, 2)
 
 
@@ -186,6 +186,13 @@ def _split_attention(backend: str) -> Callable[..., Tensor]:
     from sima_attn.ops.sequence_parallel import sima_split
 
     return sima_split
+
+
+def _triton_call(key: tuple | None, order: str, token_ref: float | None, eps: float) -> Callable[..., Tensor]:
+    """A function that runs the kernels for q, k and v, or for packed qkv."""
+    from sima_attn.ops.triton_op import PreparedCall
+
+    return keep_call(key, PreparedCall(order, token_ref, eps))
 
 
 def sima_attention_qkv(
@@ -226,7 +233,7 @@ def sima_attention_qkv(
             q, k, v, order=chosen.order, key_mask=token_mask, query_mask=token_mask, token_ref=token_ref, eps=eps
         )
         return o.transpose(1, 2)
-    return prepare_call(key, chosen.order, token_ref, eps)(qkv, query_mask=token_mask, key_mask=token_mask)
+    return _triton_call(key, chosen.order, token_ref, eps)(qkv, query_mask=token_mask, key_mask=token_mask)
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, *, fewest_tokens: int = 1) -> None:

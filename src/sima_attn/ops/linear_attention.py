@@ -10,7 +10,7 @@ from torch import Tensor
 from sima_attn.ops.api import check_order, check_qkv, choose_backend
 from sima_attn.ops.cost import resolve_order
 from sima_attn.ops.eager import compute_dtype, heads_last, without_autocast
-from sima_attn.ops.prepared_calls import call_key, prepare_call, prepared_call
+from sima_attn.ops.prepared_calls import call_key, keep_call, prepared_call
 from sima_attn.ops.triton_support import unsupported_by_relu2
 
 RELU2_EPS = 1e-6
@@ -53,7 +53,9 @@ def relu2_attention(q: Tensor, k: Tensor, v: Tensor, *, order: str = "auto", bac
         check_order(order)
         if choose_backend(q, backend, lambda: unsupported_by_relu2(q, k, v, order)) == "eager":
             return _relu2_eager(q, k, v, order)
-        call = prepare_call(key, "kv", None, RELU2_EPS, "relu2")
+        from sima_attn.ops.triton_op import PreparedCall
+
+        call = keep_call(key, PreparedCall("kv", None, RELU2_EPS, "relu2"))
     return call(q, k, v).transpose(1, 2)
 
 

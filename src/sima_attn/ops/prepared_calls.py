@@ -1,6 +1,7 @@
 """Calls of the kernels that were checked before: an eager call with the same description needs no checks."""
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -25,13 +26,8 @@ def prepared_call(key: tuple | None) -> Callable[..., Tensor] | None:
     return None if key is None else _prepared.get(key)
 
 
-def prepare_call(
-    key: tuple | None, order: str, token_ref: float | None, eps: float, kind: str = "sima"
-) -> Callable[..., Tensor]:
-    """A function that runs the kernels for q, k and v, or for packed qkv; kept if there is a key."""
-    from sima_attn.ops.triton_op import PreparedCall
-
-    call = PreparedCall(order, token_ref, eps, kind)
+def keep_call(key: tuple | None, call: Any) -> Callable[..., Tensor]:
+    """The call, kept for the next time if there is a key; otherwise as a torch operator."""
     if key is None:
         return call.through_operator
     if len(_prepared) >= MOST_PREPARED:

@@ -7,7 +7,8 @@ then costs one allocation per output and one call of the driver per kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -106,6 +107,25 @@ class Recording:
         for step in self._steps:
             step(arguments, stream)
         return outputs
+
+
+class Recordings(dict[Hashable, Recording]):
+    """The recordings of calls that differ only in what their keys say."""
+
+    def run(self, key: Hashable, inputs: Sequence[Tensor], launch: Callable[[Recording], object]) -> list[Tensor]:
+        """Repeat the recording of that key, or make it; returns the tensors that are allocated."""
+        if (recording := self.get(key)) is not None:
+            return recording.repeat(inputs)
+        recording = Recording(inputs)
+        with device_of(inputs[0]):
+            launch(recording)
+        self[key] = recording
+        return recording.finish()
+
+
+def device_of(x: Tensor) -> contextlib.AbstractContextManager:
+    """A context in which kernels are launched on the device of x: they run on the current device."""
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
 Launcher = TracedLauncher | Recording

@@ -11,7 +11,6 @@ Shapes: B batch, H heads, N query tokens, M key tokens, D channels per head, Dv 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Hashable, Sequence
 
 import torch
@@ -20,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from sima_attn.ops.cpu_inference import needs_grad
 from sima_attn.ops.triton_launch import Options, backward, forward, read_inputs, split_grads
-from sima_attn.ops.triton_launchers import INTERPRETED, Recording, TracedLauncher
+from sima_attn.ops.triton_launchers import INTERPRETED, Recording, Recordings, TracedLauncher
 from sima_attn.ops.triton_support import describe
 
 
@@ -29,7 +28,7 @@ class PreparedCall:
 
     def __init__(self, order: str, token_ref: float | None, eps: float, kind: str = "sima") -> None:
         self.order, self.token_ref, self.eps, self.kind = order, token_ref, eps, kind
-        self._recordings: dict[Hashable, Recording] = {}  # forward by `keep`, backward by the tensors' description
+        self._recordings = Recordings()  # forward by `keep`, backward by the tensors' description
 
     def __call__(self, *tensors: Tensor, query_mask: Tensor | None = None, key_mask: Tensor | None = None) -> Tensor:
         """The output, with its gradient where one is needed."""
@@ -66,14 +65,11 @@ class PreparedCall:
     def _run(self, key: Hashable, launch: Callable, tensors, others, query_mask, key_mask, **settings) -> list[Tensor]:
         """Repeat the recording of that key, or make it; returns the tensors that are allocated."""
         options = self._options(tensors, query_mask, key_mask)
-        given = (*tensors, *others, *present(*options[:3]))
-        if (recording := self._recordings.get(key)) is not None:
-            return recording.repeat(given)
-        recording = Recording(given)
-        with device_of(given[0]):
+
+        def record(recording: Recording) -> None:
             launch(recording, read_inputs(tensors, *options, kind=self.kind), *others, order=self.order, **settings)
-        self._recordings[key] = recording
-        return recording.finish()
+
+        return self._recordings.run(key, (*tensors, *others, *present(*options[:3])), record)
 
     def _options(self, tensors: Sequence[Tensor], query_mask: Tensor | None, key_mask: Tensor | None) -> Options:
         gains, gain = None, 1.0
@@ -100,11 +96,6 @@ class _Attention(torch.autograd.Function):
         state, query_mask, key_mask, *tensors = ctx.saved_tensors
         grads = ctx.call.backward(with_contiguous_channels(grad), state, tensors, query_mask, key_mask)
         return None, None, None, *split_grads(grads, tensors)
-
-
-def device_of(x: Tensor) -> contextlib.AbstractContextManager:
-    """A context in which kernels are launched on the device of x: they run on the current device."""
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
 def as_bytes(mask: Tensor | None) -> Tensor | None:

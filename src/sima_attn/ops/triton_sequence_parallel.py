@@ -39,8 +39,8 @@ from sima_attn.ops.triton_launch import (
     split_grads,
     sums_of_part,
 )
-from sima_attn.ops.triton_launchers import TracedLauncher
-from sima_attn.ops.triton_op import as_bytes, device_of, operator, present, with_contiguous_channels
+from sima_attn.ops.triton_launchers import TracedLauncher, device_of
+from sima_attn.ops.triton_op import as_bytes, operator, present, with_contiguous_channels
 
 
 def sima_split_triton(
