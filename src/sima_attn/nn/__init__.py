@@ -6,12 +6,14 @@ from sima_attn.nn.cross_attention import SimCrossAttention
 from sima_attn.nn.multihead import SimMultiheadAttention
 from sima_attn.nn.registry import ATTENTIONS, attention_class, create_attention
 from sima_attn.nn.relu2 import Relu2Attention
+from sima_attn.nn.relu2_wide import Relu2WideAttention
 from sima_attn.nn.sima_local import SimLocalAttention
 
 __all__ = [
     "ATTENTIONS",
     "Attention",
     "Relu2Attention",
+    "Relu2WideAttention",
     "SimAttention",
     "SimClassAttention",
     "SimCrossAttention",

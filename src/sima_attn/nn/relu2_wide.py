@@ -34,12 +34,13 @@ class FeatureMap(nn.Module):
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_heads, head_dim, features, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.zeros(num_heads, 1, features, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(num_heads, 1, features, device=device, dtype=dtype))
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """The initial values."""
+        nn.init.zeros_(self.bias)
         D = self.weight.shape[1]
         for i, part in enumerate(self.weight.split(2 * D, dim=2)):
             for head in part:
@@ -59,8 +60,8 @@ class Relu2WideAttention(Relu2Attention):
     """relu2 on q W_q + b_q and k W_k + b_k, with F = expansion * D features per head. No exp(), linear in the tokens.
 
     A linear attention has a matrix of weights of rank F at most. With F = D it cannot follow the softmax of a trained
-    model as closely: of the attentions in the registry this one comes closest (docs/linearize.md). The state per head
-    has F x D numbers, and the two maps add 2 F C weights.
+    model as closely: of the exp-free attentions that were measured this one comes closest (docs/linearize.md). The
+    state per head has F x D numbers, and the two maps add 2 F C weights.
 
     Args:
         args, kwargs: Arguments of `Relu2Attention`.

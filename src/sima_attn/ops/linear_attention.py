@@ -36,7 +36,8 @@ def relu2_attention(q: Tensor, k: Tensor, v: Tensor, *, order: str = "auto", bac
         o_i = phi(q_i) S / max(phi(q_i) . z, 1e-6),    phi(x) = relu(x)^2 / sqrt(D)
 
     A query without positive weights gets zeros. Features and sums are float32 (float64 for float64 inputs), and the
-    result has the dtype of the inputs. Strided views are read in place.
+    result has the dtype of the inputs. The kernels round the factors of a product, not the sums, to half precision.
+    Strided views are read in place.
 
     Args:
         q: [B, H, N, D].

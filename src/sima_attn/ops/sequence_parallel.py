@@ -141,7 +141,6 @@ def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
 
 # The calls that all processes of a group were found to agree on, with the device of this process.
 _agreed: WeakKeyDictionary[ProcessGroup, set[tuple[str, str]]] = WeakKeyDictionary()
-_START_GLOO = 'torch.distributed.init_process_group("gloo") before the mesh is made'
 
 
 def check_agreement(
@@ -166,20 +165,36 @@ def check_agreement(
 def check_same_call(group: ProcessGroup, call: str, rule: str, device: torch.device) -> None:
     """Raise the rule on all processes if they describe their calls differently.
 
-    Descriptions are exchanged the first time that a group sees them, and not while torch.compile traces. Raises as
-    well if the group cannot send tensors of the device, or sends them with NCCL between processes on one GPU.
+    Descriptions are exchanged the first time that a group sees them, and not while torch.compile traces.
     """
     if torch.compiler.is_compiling():
         return
     agreed = _agreed.setdefault(group, set())
     if (call, device.type) in agreed:
         return
+    check_can_send(group, device)
+    calls = _calls_of_all(group, call)
+    if any(other != call for other in calls):
+        listed = "\n".join(f"  process {rank}: {other}" for rank, other in enumerate(calls))
+        raise ValueError(f"{rule}:\n{listed}")
+    agreed.add((call, device.type))
+
+
+_START_GLOO = 'torch.distributed.init_process_group("gloo") before the mesh is made'
+
+
+def check_can_send(group: ProcessGroup, device: torch.device) -> None:
+    """Raise unless the group sends tensors of that device."""
     backends = dist.get_backend_config(group)  # such as "cpu:gloo,cuda:nccl"
     if f"{device.type}:" not in backends:
         raise ValueError(
             f"the tensors are on {device.type!r}, and the backend of the group, {backends!r}, does not send them: on "
             f"the CPU call {_START_GLOO}, on GPUs move model and tensors to the GPU of each process"
         )
+
+
+def _calls_of_all(group: ProcessGroup, call: str) -> list[str]:
+    """The descriptions of all processes; the first message of a group, which NCCL refuses on a shared GPU."""
     calls: list[Any] = [None] * group.size()
     try:
         dist.all_gather_object(calls, call, group=group)
@@ -190,7 +205,4 @@ def check_same_call(group: ProcessGroup, call: str, rule: str, device: torch.dev
             "several processes of the group use the same GPU, which NCCL does not support: start one process per GPU, "
             f"or run on the CPU and call {_START_GLOO}"
         ) from error
-    if any(other != call for other in calls):
-        listed = "\n".join(f"  process {rank}: {other}" for rank, other in enumerate(calls))
-        raise ValueError(f"{rule}:\n{listed}")
-    agreed.add((call, device.type))
+    return calls
