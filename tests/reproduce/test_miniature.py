@@ -184,6 +184,12 @@ def test_the_table_has_means_differences_and_the_papers_numbers():
     assert results_table(ROWS).markdown().count("**sima**") == 2
 
 
+def test_sima_at_the_doubled_rate_is_compared_with_softmax_at_its_better_rate():
+    run = next(run for run in RUNS if run.name == "sima_lr")
+    assert to_twin(run, [row("sima_lr", 61.0), row("softmax_lr", 59.0), row("softmax", 60.0)], 60) == 1.0
+    assert to_twin(run, [row("sima_lr", 61.0), row("softmax_lr", 59.0)], 60) is None
+
+
 def test_the_table_of_sizes_takes_the_training_size_for_both():
     rows = [SizeRow("sima", 0, 60, 64, False, 50.0, 80.0)]
     rows += [SizeRow("sima", 0, 60, 96, use, top1, 80.0) for use, top1 in ((False, 30.0), (True, 51.0))]
@@ -204,8 +210,10 @@ def test_the_figure_has_pairs_of_other_schedules(tmp_path, monkeypatch):
         matplotlib.figure.Figure, "savefig", lambda whole, *a, **o: drawn.append(whole) or save(whole, *a, **o)
     )
     shorter = [replace(row, epochs=30) for row in ROWS if row.name == "softmax"]
+    curves = [CurveRow("sima", 0, epochs, float(epochs), 10.0, 1.0) for epochs in (30, 60)]
     for rows in (ROWS, [*ROWS, *shorter]):
-        plot(rows, [], [], tmp_path / "figure.png")
+        plot(rows, [], curves, tmp_path / "figure.png")
+        assert [line.get_xdata()[0] for line in drawn[-1].axes[0].get_lines()] == [60.0]  # curves of one schedule
     alone, paired = ([label.get_text() for label in figure.axes[1].get_yticklabels()] for figure in drawn)
     assert paired == [*alone, "SimA, 3 heads, 30 epochs"]  # softmax itself is no pair
 

@@ -41,7 +41,8 @@ class MiniatureRun(Run):
 
     Attributes:
         options: Arguments of the model.
-        twin: Name of the run that it is compared with.
+        twin: Name of the run that it is compared with. Softmax prefers LR and SimA its double, so SimA at the doubled
+            rate is compared with softmax at LR.
         paper, paper_model: The paper's ImageNet top-1, and the model it is of; None where there is none, nan where
             training did not converge.
         headline: Whether to run it with all seeds, and to evaluate it at other image sizes.
@@ -86,7 +87,7 @@ RUNS = (
     ),
     MiniatureRun(
         "sima_no_norm",
-        "SimA without normalisation",
+        "SimA without normalization",
         options={"attention_options": {"norm": "none"}},
         paper=DID_NOT_CONVERGE,
         paper_model=XCIT_S12,
@@ -122,14 +123,14 @@ RUNS = (
         options={"qk_bias": QK_BIAS, "token_ref": TOKENS**0.5},
     ),
     MiniatureRun("sima_jax_init", "SimA, larger initial weights (jax)", options={"weight_init": "jax"}),
-    MiniatureRun("sima_lr", "SimA, learning rate doubled", settings=FASTER, twin="softmax_lr"),
+    MiniatureRun("sima_lr", "SimA, learning rate doubled", settings=FASTER),
     MiniatureRun("softmax_lr", "softmax, learning rate doubled", "softmax", settings=FASTER),
     MiniatureRun(
         "sima_relu_lr",
         "SimA, ReLU for GELU, learning rate doubled",
         options={"relu": True},
         settings=FASTER,
-        twin="softmax_relu_lr",
+        twin="softmax_relu",
     ),
     MiniatureRun(
         "softmax_relu_lr",
@@ -144,9 +145,9 @@ RUNS = (
     MiniatureRun("xcit_xca_lr", "XCiT, learning rate doubled", "xca", XCIT, settings=FASTER, twin="xcit_xca"),
     MiniatureRun("sima_class_token", "SimA, class token", options={"class_token": True, "global_pool": "token"}),
     MiniatureRun(
-        "sima_local", "SimA, local mixer in its own branch", options={"local_mixer": True}, twin="softmax_local"
+        "sima_mixer", "SimA, local mixer in its own branch", options={"local_mixer": True}, twin="softmax_mixer"
     ),
-    MiniatureRun("softmax_local", "softmax, the same local mixer", "softmax", options={"local_mixer": True}),
+    MiniatureRun("softmax_mixer", "softmax, the same local mixer", "softmax", options={"local_mixer": True}),
 )
 
 

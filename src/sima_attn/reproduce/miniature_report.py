@@ -103,7 +103,8 @@ def tables(results: Sequence[ResultRow], sizes: Sequence[SizeRow], curves: Seque
 def plot(results: Sequence[ResultRow], sizes: Sequence[SizeRow], curves: Sequence[CurveRow], path: Path) -> None:
     """Learning curves, and the difference of each run to its twin, here and in the paper.
 
-    All runs of the schedule that has most of them; of other schedules those that have a twin there.
+    The curves are those of the schedule with the most runs. The differences are those of all its runs, and of the runs
+    of other schedules that have a twin there.
     """
     made = Counter(row.epochs for row in results)
     epochs = max(made, key=lambda schedule: (made[schedule], schedule))
@@ -116,23 +117,22 @@ def plot(results: Sequence[ResultRow], sizes: Sequence[SizeRow], curves: Sequenc
     ]
     size = (13, max(4.5, 0.36 * len(bars) + 1))
     with figure(path, columns=2, figsize=size, width_ratios=(1, 1.2)) as (whole, (left, right)):
-        _plot_curves(left, curves, epochs, len(made) > 1)
+        _plot_curves(left, [row for row in curves if row.epochs == epochs])
         _plot_differences(right, results, bars, epochs)
         unless = " unless stated otherwise" if len(made) > 1 else ""
         whole.suptitle(f"{epochs} epochs{unless} at 64 px, {results[0].device}")
 
 
-def _plot_curves(axes: Any, curves: Sequence[CurveRow], epochs: int, has_others: bool) -> None:
+def _plot_curves(axes: Any, curves: Sequence[CurveRow]) -> None:
     about = {run.name: run.about for run in RUNS}
     labelled = set()
-    for name, schedule, seed in dict.fromkeys((row.name, row.epochs, row.seed) for row in curves):
-        mine = [row for row in curves if (row.name, row.epochs, row.seed) == (name, schedule, seed)]
+    for name, seed in dict.fromkeys((row.name, row.seed) for row in curves):
+        mine = [row for row in curves if (row.name, row.seed) == (name, seed)]
         is_shown = name in SHOWN
         axes.plot(
             [row.epoch for row in mine],
             [row.top1 for row in mine],
             color=SHOWN.get(name, "lightgrey"),
-            linestyle="-" if schedule == epochs else "--",
             linewidth=1.8 if is_shown else 0.8,
             zorder=2 if is_shown else 1,
             label=about[name] if is_shown and name not in labelled else None,
@@ -141,7 +141,7 @@ def _plot_curves(axes: Any, curves: Sequence[CurveRow], epochs: int, has_others:
     axes.set(xlabel="epoch", ylabel="top-1 on val, %")
     axes.grid(alpha=0.3)
     if labelled & SHOWN.keys():
-        axes.legend(frameon=False, title=f"light grey: the other runs{', dashed: other schedules' * has_others}")
+        axes.legend(frameon=False, title="light grey: the other runs")
 
 
 def _plot_differences(
