@@ -34,7 +34,7 @@ def test_twins_are_measured_side_by_side(tmp_path, monkeypatch):
     table = detect_table(rows)
     assert len(table.lines) == 2
     with_graphs = detect_table([replace(row, timed=GRAPH) if row.part == BACKBONE else row for row in rows])
-    assert set(with_graphs.header) - set(table.header) == {"timed", "twin called, ms", "SimA called, ms"}
+    assert set(with_graphs.header) - set(table.header) == {"timed", "baseline called, ms", "SimA called, ms"}
     assert {len(line) for line in with_graphs.lines} == {len(with_graphs.header)}
 
 

@@ -147,8 +147,8 @@ def _peak_mib(step: Function, device: str) -> float:
 def detect_table(rows: Sequence[DetectSpeedRow]) -> TextTable:
     """Milliseconds and memory of each part and its twin; for CUDA graphs also the time of plain calls."""
     graphs = any(row.timed == GRAPH for row in rows)
-    header = ["model", "part", "px", "twin", "twin, ms", "SimA, ms", "speed", "goal"]
-    header += ["timed", "twin called, ms", "SimA called, ms"] * graphs + ["twin, MiB", "SimA, MiB"]
+    header = ["model", "part", "px", "baseline", "baseline, ms", "SimA, ms", "speed", "goal"]
+    header += ["timed", "baseline called, ms", "SimA called, ms"] * graphs + ["baseline, MiB", "SimA, MiB"]
     lines = []
     for twin, sima in zip(rows[::2], rows[1::2], strict=True):  # rows come in pairs
         what = [sima.model, sima.part, str(sima.pixels), twin.attention]

@@ -333,21 +333,22 @@ def edge_table(rows: Sequence[EdgeRow], threads: int) -> TextTable:
 
 
 def edge_summary(rows: Sequence[EdgeRow]) -> TextTable:
-    """Speed relative to the float32 twin, one line per model, size, runtime and number of threads."""
+    """Speed relative to the float32 baseline, one line per model, size, runtime and number of threads."""
     found: dict[tuple[str, int, str, int], dict[tuple[str, str], EdgeRow]] = {}
     for row in rows:
-        kind = row.variant if row.variant.startswith("sima") else "twin"
+        kind = row.variant if row.variant.startswith("sima") else "baseline"
         found.setdefault((row.family, row.pixels, row.runtime, row.threads), {})[kind, row.precision] = row
     columns = {
         "SimA": ("sima", FP32),
         "SimA + ReLU": ("sima + relu", FP32),
-        "twin, int8": ("twin", INT8),
+        "baseline, int8": ("baseline", INT8),
         "SimA, int8": ("sima", INT8),
         "SimA + ReLU, int8": ("sima + relu", INT8),
     }
     lines = []
     for (family, pixels, runtime, threads), mine in found.items():
-        twin = mine["twin", FP32]
+        baseline = mine["baseline", FP32]
         speeds = [f"{mine[key].speedup:.2f}x" if key in mine else "-" for key in columns.values()]
-        lines.append([f"{family}, {twin.variant}", str(pixels), runtime, str(threads), f"{twin.p50_ms:.1f}", *speeds])
-    return TextTable(["model, its twin", "px", "runtime", "threads", "twin, ms", *columns], lines)
+        what = [f"{family}, {baseline.variant}", str(pixels), runtime, str(threads)]
+        lines.append([*what, f"{baseline.p50_ms:.1f}", *speeds])
+    return TextTable(["model, its baseline", "px", "runtime", "threads", "baseline, ms", *columns], lines)

@@ -42,7 +42,7 @@ def plot_time_against_tokens(rows: Sequence[DemoRow], path: Path) -> None:
         axes.minorticks_off()
         axes.set_title(f"{first.H} heads of {first.D} channels, float32, {first.threads} threads, {first.device}")
         axes.grid(alpha=0.3)
-        axes.legend(title="dashed: no exp()", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+        axes.legend(title="SimA and dashed: no exp()", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
 
 
 def plot_gpu(rows: Sequence[GpuRow], path: Path) -> None:
@@ -78,7 +78,7 @@ def plot_gpu(rows: Sequence[GpuRow], path: Path) -> None:
 
 
 def plot_edge(rows: Sequence[EdgeRow], path: Path) -> None:
-    """Speed relative to the float32 twin: one panel per family and runtime, bars by image size and precision."""
+    """Speed relative to the float32 baseline: one panel per family and runtime, bars by image size and precision."""
     threads = min(row.threads for row in rows)
     rows = [row for row in rows if row.threads == threads]
     families = list(dict.fromkeys(row.family for row in rows))
@@ -99,7 +99,7 @@ def plot_edge(rows: Sequence[EdgeRow], path: Path) -> None:
                 axes.set_xticks(range(len(groups)), [f"{pixels} px\n{precision}" for pixels, precision in groups])
                 axes.set_title(f"{family}, {runtime}", fontsize=10)
                 axes.legend(frameon=False, fontsize=8)
-            line[0].set_ylabel("speed relative to the float32 twin")
+            line[0].set_ylabel("speed relative to the float32 baseline")
         whole.suptitle(f"one image, {threads} thread{'s' * (threads > 1)}, {rows[0].device}")
 
 

@@ -147,7 +147,7 @@ def model_table(rows: Sequence[ModelSpeedRow]) -> TextTable:
     """Images per second and memory of each model and its SimA twin, compiled, as CUDA graphs."""
     from sima_attn.bench.model import GRAPH
 
-    header = ["model", "px, batch", "", "twin", "SimA", "ratio", "target", "twin, MiB", "SimA, MiB"]
+    header = ["model", "px, batch", "", "baseline", "SimA", "ratio", "target", "baseline, MiB", "SimA, MiB"]
     lines = [
         [
             twin.model,

@@ -201,7 +201,7 @@ def bench_edge_command(
     plot_edge(rows, figure)
     for count in threads:
         print_table(edge_table(rows, count), f"One image, {count} thread{'s' * (count > 1)}, {rows[0].device}")
-    console.print("speed: relative to the fp32 twin in the same runtime; exp: exp-like nodes")
+    console.print("speed: relative to the fp32 baseline in the same runtime; exp: exp-like nodes")
     print_paths(rows=out, figure=figure)
 
 

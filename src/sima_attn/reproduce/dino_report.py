@@ -59,7 +59,7 @@ def tables(results: Sequence[DinoResultRow], curves: Sequence[DinoCurveRow]) -> 
 
 
 def plot(results: Sequence[DinoResultRow], curves: Sequence[DinoCurveRow], path: Path) -> None:
-    """k-NN accuracy by epoch, with lines for supervised and random weights; k-NN and linear accuracy of each run.
+    """k-NN accuracy by epoch, with lines for runs without DINO; k-NN and linear accuracy of each run.
 
     A run that has a curve and no result yet is drawn as far as it has come.
     """
@@ -82,12 +82,14 @@ def _plot_curves(axes: Any, shown: Sequence[DinoResultRow], curves: Sequence[Din
         mine = [point for point in curves if point.name == name]
         places, heights = [point.epoch for point in mine], [point.knn_top1 for point in mine]
         axes.plot(places, heights, "o-", markersize=3, color=COLOURS[name], label=ABOUT[name])
+    # A line far above the curves would flatten them: that of the supervised run is in the other panel only.
+    highest = 1.8 * max((point.knn_top1 for point in curves), default=100.0)
     for row in shown:
-        if row.weights != DINO and row.status == FINISHED:
+        if row.weights != DINO and row.status == FINISHED and row.knn_top1 <= highest:
             label = f"{_label(row, epochs)}: {row.knn_top1:.1f}"
             axes.axhline(row.knn_top1, color=COLOURS[row.name], linestyle="--" if row.epochs else ":", label=label)
-    if curves:  # the line of the supervised run is so high that the curves would be flat with it
-        axes.set_ylim(0, 1.8 * max(point.knn_top1 for point in curves))
+    if curves:
+        axes.set_ylim(0, highest)
     axes.set(xlabel="epoch", ylabel=f"{shown[0].k}-NN top-1 on val, %")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize=8, loc="upper left")
