@@ -184,7 +184,7 @@ def cifar_table(rows: Sequence[CifarRow]) -> TextTable:
     lines = [
         [
             f"{row.train_images:,}",
-            "the package's weights" if row.pretrained else "random weights",
+            "bundled model" if row.pretrained else "random weights",
             {"sima": "SimA", "xca": "softmax (XCA)"}[row.attention],
             str(row.epochs),
             f"{row.steps:,}",
