@@ -192,6 +192,15 @@ README_CASES = [
 ]
 
 
+def test_the_two_front_pages_have_the_same_table():
+    header = "| what | SimA against softmax | conditions |\n"
+    tables = [
+        (REPOSITORY / page).read_text().partition(header)[2].split("\n\n")[0] for page in ("README.md", "docs/index.md")
+    ]
+    assert tables[0]
+    assert tables[0] == tables[1]
+
+
 def test_the_layout_in_the_readme_lists_the_packages_in_their_order():
     listed = re.findall(r"^      (\w+)/ ", (REPOSITORY / "README.md").read_text(), re.MULTILINE)
     assert listed == [*PACKAGES, "weights"]
