@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recorder import Recorder
@@ -449,6 +450,21 @@ def test_another_description_is_another_recording(monkeypatch):
             assert len(made) == (count if repetition == 0 else len(calls))
 
 
+@pytest.mark.parametrize("attention", [sima_attention, relu2_attention])
+def test_a_tensor_that_is_passed_twice_is_two_arguments(attention):
+    """The launches of a call with q for k must not be repeated with q for k where they differ."""
+    q, k, v = make_qkv(N=40, D=16)
+    for tensors in ((q, q, v), (q, k, v), (q, q, v), (k, k, k)):
+        grad = make(2, 2, 40, 16)
+        truth = with_grads(attention, *(t.double() for t in tensors), grad, backend="eager")
+        o = attention(*tensors, backend="triton")
+        assert error(o, truth[0]) < 1e-5
+        leaf = tensors[0].clone().requires_grad_()
+        attention(leaf, leaf, v, backend="triton").backward(grad)
+        for a, true in zip(with_grads(attention, *tensors, grad, backend="triton"), truth, strict=True):
+            assert error(a, true) < 1e-5
+
+
 def test_hooks_may_move_what_the_backward_needs():
     """Activation offloading brings tensors back with other strides: the backward looks at them anew."""
     q, k, v = (t.requires_grad_() for t in make(2, 40, 3, 2, 16).permute(2, 0, 3, 1, 4).detach().unbind(0))
@@ -481,12 +497,39 @@ def test_what_the_kernels_cannot_take_raises_when_named_and_falls_back_when_not(
         "float64": [t.double() for t in (q, k, v)],
         "at most 256 channels per head": make_qkv(N=20, D=257),
         "contiguous": [t.mT.contiguous().mT for t in (q, k, v)],
+        "the batch is empty": make_qkv(B=0, N=1200),
     }
     for reason, tensors in cases.items():
         with pytest.raises(ValueError, match=reason):
             sima_attention(*tensors, backend="triton")
         assert plan(*tensors).backend == "eager"
         sima_attention(*tensors)
+
+
+@pytest.mark.parametrize(("H", "N"), [(1, 64 * 65535 + 1), (64, 2**20)])
+def test_more_tokens_than_the_kernels_can_index_are_refused(H, N):
+    tokens = make(32).expand(1, H, N, 32)
+    with pytest.raises(ValueError, match="too many tokens"):
+        plan(tokens, tokens, tokens, backend="triton")
+
+
+def test_forward_mode_is_refused_and_not_zero():
+    q, k, v = make_qkv(N=20)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(ValueError, match="forward mode"):
+            sima_attention(dual, k, v, backend="triton")
+        assert forward_ad.unpack_dual(sima_attention(dual, k, v)).tangent.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+def test_heads_may_lie_far_apart():
+    """More than 2**31 numbers from the first head to the last."""
+    step, shape = 2**30 + 64, (1, 3, 50, 64)
+    q, k, v = (make(3 * step, dtype=torch.float16).as_strided(shape, (0, step, 64, 1)) for _ in range(3))
+    near = [t.contiguous() for t in (q, k, v)]
+    assert torch.equal(sima_attention(q, k, v, backend="triton"), sima_attention(*near, backend="triton"))
 
 
 def test_the_plan_says_what_runs():

@@ -46,7 +46,8 @@ _plan_callback: ContextVar[Callable[[Plan], object] | None] = ContextVar("plan_c
 def plan_callback(callback: Callable[[Plan], object]) -> Iterator[None]:
     """Call `callback` with each plan that this thread makes within the context, e.g. to report the orders of a model.
 
-    Plans that torch.compile or torch.export makes while it traces are not reported.
+    Plans that torch.compile or torch.export makes while it traces are not reported, and those of the kernels only the
+    first time that they see a description.
     """
     token = _plan_callback.set(callback)
     try:

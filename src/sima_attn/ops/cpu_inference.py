@@ -12,38 +12,23 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack
-from torch.autograd import forward_ad
+
+from sima_attn.ops.plain_calls import is_plain_call
 
 # Numbers of |q| or |k| that are stored at once: 4 MiB in float32, for any token count.
 TILE_NUMBERS = 2**20
 # With fewer numbers of q or v per image, launching the operations costs more than the copies that they save.
 LEAST_NUMBERS = 2**13
-PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def runs_by_image(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """True where SimA is computed one image after the other: plain calls on the CPU, images that are not tiny."""
-    return is_plain_cpu_call(q, k, v) and max(q.shape[1:].numel(), v.shape[1:].numel()) >= LEAST_NUMBERS
+    return are_plain_on_cpu(q, k, v) and max(q.shape[1:].numel(), v.shape[1:].numel()) >= LEAST_NUMBERS
 
 
-def is_plain_cpu_call(*tensors: Tensor) -> bool:
-    """True for CPU tensors without tracing, function transforms or tensor subclasses; autograd is allowed.
-
-    torch.func (grad, jvp, vmap), batched gradients, forward-mode AD and jit tracing do not support writes into `out=`.
-    """
-    return not (
-        torch.compiler.is_compiling()
-        or any(not t.is_cpu or type(t) not in PLAIN_TYPES or is_legacy_batchedtensor(t) for t in tensors)
-        or peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
-        or torch.jit.is_tracing()
-    )
-
-
-def needs_grad(*tensors: Tensor) -> bool:
-    """True where autograd records operations on these tensors."""
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+def are_plain_on_cpu(*tensors: Tensor) -> bool:
+    """True for a plain call with tensors on the CPU."""
+    return all(t.is_cpu for t in tensors) and is_plain_call(*tensors)
 
 
 class ImageState(NamedTuple):

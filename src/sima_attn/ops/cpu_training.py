@@ -20,11 +20,11 @@ from torch import Tensor
 
 from sima_attn.ops.cpu_inference import (
     ImageState,
+    are_plain_on_cpu,
     first_tokens,
     folded_by_image,
     gain_of_image,
     images_in,
-    is_plain_cpu_call,
     multiply_by_s,
     multiply_into,
     scales,
@@ -62,7 +62,7 @@ class FoldedAttention(torch.autograd.Function):
                 return FoldedAttention.backward(ctx, grad)
         needed, saved = ctx.needs_input_grad[1:], ctx.saved_tensors
         inputs, saved = saved[: len(needed)], saved[len(needed) :]
-        if torch.is_grad_enabled() or not is_plain_cpu_call(grad):
+        if torch.is_grad_enabled() or not are_plain_on_cpu(grad):
             # A derivative of this gradient, or batched gradients: autograd must see the operations.
             return None, *_differentiable_gradients(ctx.options, inputs, needed, grad)
         gradients = tuple(torch.empty_like(t) for t in inputs)

@@ -17,8 +17,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sima_attn.ops.cpu_inference import folded_by_image, needs_grad, runs_by_image
+from sima_attn.ops.cpu_inference import folded_by_image, runs_by_image
 from sima_attn.ops.cpu_training import FoldedAttention, Options
+from sima_attn.ops.plain_calls import needs_grad
 
 
 def l1_over_tokens(x: Tensor) -> Tensor:

@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from sima_attn.ops.triton_support import INTERPRETED, describe, is_plain_call
+from sima_attn.ops.plain_calls import is_plain_call
+from sima_attn.ops.triton_support import INTERPRETED, describe
 
 MOST_PREPARED = 1024
 _prepared: dict[tuple, Callable[..., Tensor]] = {}
@@ -16,7 +18,9 @@ def call_key(tensors: tuple[Tensor | None, ...], options: tuple) -> tuple | None
 
     None for other calls, e.g. while torch.compile traces.
     """
-    if not is_plain_call(*tensors) or not (INTERPRETED or getattr(tensors[0], "is_cuda", False)):
+    if not (INTERPRETED or getattr(tensors[0], "is_cuda", False)) or not is_plain_call(*tensors):
+        return None
+    if torch._C._len_torch_dispatch_stack() > 0:  # a dispatch mode follows operations, not launches
         return None
     return (*map(describe, tensors), *options)
 

@@ -26,7 +26,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from sima_attn.ops.cpu_inference import needs_grad
 from sima_attn.ops.eager import (
     compute_dtype,
     drop_padding,
@@ -35,6 +34,7 @@ from sima_attn.ops.eager import (
     token_gain,
     without_autocast,
 )
+from sima_attn.ops.plain_calls import needs_grad
 
 Group = ProcessGroup | DeviceMesh
 
@@ -146,9 +146,9 @@ _agreed: WeakKeyDictionary[ProcessGroup, set[tuple[str, str]]] = WeakKeyDictiona
 def check_agreement(
     group: ProcessGroup, q: Tensor, k: Tensor, v: Tensor, *, backend: str, token_ref: float | None, eps: float
 ) -> None:
-    """Raise on all processes if they call with different sizes or options; the number of tokens may differ.
+    """Raise on all processes if their first calls of a kind differ in sizes or options; the token counts may differ.
 
-    Otherwise an all-reduce would wait for ever or add unrelated numbers.
+    Otherwise an all-reduce would wait until its timeout or add unrelated numbers.
     """
     if torch.compiler.is_compiling():
         return
@@ -165,7 +165,8 @@ def check_agreement(
 def check_same_call(group: ProcessGroup, call: str, rule: str, device: torch.device) -> None:
     """Raise the rule on all processes if they describe their calls differently.
 
-    Descriptions are exchanged the first time that a group sees them, and not while torch.compile traces.
+    Descriptions are exchanged the first time that a group sees them, and not while torch.compile traces. If one process
+    repeats a call while another one makes a new one, both wait until the timeout of the group.
     """
     if torch.compiler.is_compiling():
         return

@@ -237,7 +237,7 @@ def backward_sums(a, w, norm_q, norm_k, gain, gains, b, eps):
 def at_head(x, packed, offset, head, H, x_b, x_h):
     """Pointer to the first token of a head. If x is None, it is in `packed`, `offset` elements from the start."""
     base = packed if x is None else x
-    return base + offset + (head // H).to(tl.int64) * x_b + (head % H) * x_h
+    return base + offset + (head // H).to(tl.int64) * x_b + (head % H).to(tl.int64) * x_h
 
 
 @triton.jit

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sima_attn.ops.cpu_inference import needs_grad
+from sima_attn.ops.plain_calls import needs_grad
 from sima_attn.ops.triton_launch import Options, backward, forward, read_inputs, split_grads
-from sima_attn.ops.triton_launchers import INTERPRETED, Recording, Recordings, TracedLauncher
+from sima_attn.ops.triton_launchers import INTERPRETED, Recording, Recordings, TracedLauncher, device_of
 from sima_attn.ops.triton_support import describe
 
 
@@ -133,7 +133,8 @@ def _run_attention(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(o [B, N, H, Dv], state), the latter empty unless `keep`. q is packed where k and v are None."""
     x = read_inputs(present(q, k, v), query_mask, key_mask, gains, gain, eps, kind=kind)
-    o, state = forward(TracedLauncher(q), x, order=order, keep=keep)
+    with device_of(q):
+        o, state = forward(TracedLauncher(q), x, order=order, keep=keep)
     return o, q.new_empty(0, dtype=torch.float32) if not keep or state is None else state
 
 
@@ -144,7 +145,8 @@ def _run_attention_backward(
 ) -> Tensor:  # fmt: skip
     """The gradients of q, k and v, or of the packed tensor, as one flat tensor."""
     x = read_inputs(present(q, k, v), query_mask, key_mask, gains, gain, eps, kind=kind)
-    return backward(TracedLauncher(q), x, do, state, order=order)
+    with device_of(q):
+        return backward(TracedLauncher(q), x, do, state, order=order)
 
 
 attention = operator("sima_attn::attention", _run_attention)

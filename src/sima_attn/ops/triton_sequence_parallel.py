@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from sima_attn.ops.cpu_inference import needs_grad
+from sima_attn.ops.plain_calls import needs_grad
 from sima_attn.ops.sequence_parallel import (
     Group,
     all_reduce,

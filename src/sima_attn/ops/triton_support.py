@@ -7,11 +7,13 @@ import importlib.util
 import os
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from sima_attn.ops.plain_calls import in_forward_mode
 from sima_attn.ops.triton_tiles import LARGEST_HEAD, fits_one_tile, padded
 
 LARGEST_OFFSET = 2**31  # the kernels index the numbers of one head with 32 bits
+MOST_TOKENS = 64 * 65535  # programs along one axis of a grid, each with at least 64 tokens
 LARGEST_RELU2_STATE = 256 * 64  # numbers in a padded matrix of a head
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SMALLEST_CAPABILITY = (8, 0)
@@ -21,16 +23,26 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch: 
 
 def unsupported_reason(q: Tensor, k: Tensor, v: Tensor, order: str = "auto") -> str | None:
     """Why the kernels do not support these tensors in this order; None if they do."""
-    N, M, D, Dv = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
+    (B, H, N, D), M, Dv = q.shape, k.shape[2], v.shape[3]
     reason = _unsupported_device(q.device)
     if reason is not None:
         return reason
+    # torch.compile calls this while it traces, where nothing differentiates in forward mode.
+    if not torch.compiler.is_compiling() and in_forward_mode():
+        return "they have no derivatives in forward mode"
     if q.dtype not in DTYPES:
         return f"they compute in float16, bfloat16 and float32, got {q.dtype}"
     if D > LARGEST_HEAD or Dv > LARGEST_HEAD:
         return f"they support at most {LARGEST_HEAD} channels per head, got D={D} and Dv={Dv}"
     if order == "qk" and not fits_one_tile(N, M, D, Dv, q.element_size()):
         return f"order 'qk' needs all tokens of a head in one tile, got N={N}, M={M}, D={D}, Dv={Dv}; use order='kv'"
+    if B == 0:
+        return "the batch is empty"
+    if max(N, M) > MOST_TOKENS or max(N, M) * H * max(D, Dv) >= LARGEST_OFFSET:
+        return (
+            f"there are too many tokens, N={N} and M={M}: they support {MOST_TOKENS}, and fewer than 2**31 numbers per "
+            "image in each tensor"
+        )
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.stride(3) != 1 and t.shape[3] != 1:
             return f"the channels of {name} must be contiguous; use {name}.contiguous()"
@@ -65,20 +77,6 @@ def _unsupported_device(device: torch.device) -> str | None:
 @functools.cache
 def _is_too_old(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) < SMALLEST_CAPABILITY
-
-
-def is_plain_call(*tensors: Tensor | None) -> bool:
-    """True for a call without compiler, tracer, dispatch mode, function transform or subclass; autograd is allowed."""
-    if torch.compiler.is_compiling():
-        return False
-    for t in tensors:
-        if t is not None and type(t) is not Tensor and type(t) is not nn.Parameter:
-            return False
-    return (
-        torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.maybe_current_level() is None
-        and not torch.jit.is_tracing()
-    )
 
 
 def describe(t: Tensor | None) -> tuple | None:

@@ -17,9 +17,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sima_attn.ops.cpu_inference import needs_grad
+from sima_attn.ops.plain_calls import needs_grad
 from sima_attn.ops.triton_kernels import at_head, load_tile, output_at_head, store_tile
-from sima_attn.ops.triton_launchers import Launcher, Recordings, TracedLauncher
+from sima_attn.ops.triton_launchers import Launcher, Recordings, TracedLauncher, device_of
 from sima_attn.ops.triton_op import operator, with_contiguous_channels
 from sima_attn.ops.triton_support import describe
 from sima_attn.ops.triton_tiles import Tile, cdiv, chip, padded
@@ -157,14 +157,16 @@ def by_head(grad: Tensor) -> Tensor:
 
 def _run_convolution(x: Tensor, weight: Tensor, prefix: int, rows: int, columns: int) -> Tensor:
     """The output [B, N, H, D]."""
-    return convolve(TracedLauncher(x), x, weight, (prefix, rows, columns))
+    with device_of(x):
+        return convolve(TracedLauncher(x), x, weight, (prefix, rows, columns))
 
 
 def _run_convolution_backward(
     x: Tensor, weight: Tensor, do: Tensor, prefix: int, rows: int, columns: int
 ) -> tuple[Tensor, Tensor]:
     """The gradient of x [B, N, H, D] and shares of that of the filters."""
-    return differentiate(TracedLauncher(x), x, weight, do, (prefix, rows, columns))
+    with device_of(x):
+        return differentiate(TracedLauncher(x), x, weight, do, (prefix, rows, columns))
 
 
 convolution = operator("sima_attn::token_convolution", _run_convolution)
