@@ -27,7 +27,7 @@ def test_equals_one_process(errors, case):
 
 def test_the_example_of_the_docs_runs(tmp_path):
     page = Path(__file__).parents[2] / "docs" / "operator.md"
-    (example,) = re.findall(r"^```py\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    (example,) = re.findall(r"^```py\n(# split.py\n.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     log = tmp_path / "log"
     assert forked.run_group(log, 3, exec, example, {}) == [0, 0, 0], log.read_text()
     assert "process 1: 333 of 1000 tokens, equal to one process" in log.read_text()
