@@ -89,12 +89,15 @@ def test_other_attentions_of_the_registry(attention):
     assert report.proven
 
 
-def test_a_grid_that_is_not_square_is_seen_too():
+def test_a_local_branch_has_the_grid_of_the_image():
     config = transformers.ViTConfig(**{**VISION, "image_size": [48, 32]})
     model = transformers.ViTModel(config).eval()
     convert(model, "sima_local")
-    local = core_of(model.layers[0].attention).local
-    assert (local.grid, local.prefix_tokens) == ((6, 4), 1)
+    assert core_of(model.layers[0].attention).local.layout(25) == (1, 6, 4)
+    square = build(HONOURED, "vit")
+    convert(square, "sima_local")
+    square(torch.zeros(1, 3, 16, 64), interpolate_pos_encoding=True)
+    assert core_of(square.layers[0].attention).local.layout(17) == (1, 2, 8)
     other = build(HONOURED, "vit")
     convert(other, "sima_local", prefix_tokens=1, grid=(2, 8))  # what is given is taken
     assert core_of(other.layers[0].attention).local.grid == (2, 8)

@@ -147,12 +147,21 @@ def test_a_local_branch_knows_the_prefix_tokens_of_the_model(name, options, pref
 
 
 @pytest.mark.parametrize("attention", ["sima_local", "relu2", "relu2_wide"])
-def test_a_local_branch_needs_the_grid_of_an_image_that_is_not_square(attention):
-    model = timm.create_model("vit_tiny_patch16_224", img_size=(64, 96), depth=1)  # 24 + 1 tokens, not 5 x 5
-    with pytest.raises(ValueError, match=r"25 tokens are not a square grid plus 1 prefix tokens.*set grid="):
-        convert(model, attention)
+def test_a_local_branch_has_the_grid_of_the_image(attention):
+    model = timm.create_model("vit_tiny_patch16_224", img_size=(64, 96), depth=1, dynamic_img_size=True)
+    report = convert(model, attention)
+    local = model.blocks[0].attn.local
+    assert local.layout(25) == (1, 4, 6)  # and not 5 x 5: the image that proved the conversion had 64 x 96 pixels
+    copied = copy.deepcopy(model)
+    model(torch.zeros(1, 3, 32, 128))
+    assert local.layout(17) == (1, 2, 8)  # and not 4 x 4
+    assert copied.blocks[0].attn.local.layout(25) == (1, 4, 6)
+    report.undo()
+    assert not model.patch_embed.proj._forward_hooks
     convert(model, attention, grid=(4, 6))
     assert model.blocks[0].attn.local.layout(25) == (1, 4, 6)
+    with pytest.raises(ValueError, match="17 tokens are not a grid of 4 x 6 plus 1 prefix tokens"):
+        model(torch.zeros(1, 3, 32, 128))
 
 
 @pytest.mark.parametrize("attention", ["sima_local", "relu2", "relu2_wide"])

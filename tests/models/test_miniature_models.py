@@ -150,6 +150,12 @@ def test_what_cannot_be_is_said(name, options, message, monkeypatch, tmp_path):
         timm.create_model(name, **options)
 
 
-def test_the_local_mixer_names_a_grid_that_is_not_square():
-    with pytest.raises(ValueError, match="the local mixer needs its tokens on a grid, and 96 tokens"):
-        build(VIT, local_mixer=True)(images(32, 48))
+def test_the_local_mixer_has_the_grid_of_the_image():
+    model = build(VIT, local_mixer=True).eval()
+    grids = []
+    for block in model.blocks:
+        block.local_mp.register_forward_pre_hook(lambda lpi, inputs: grids.append(inputs[1:]))
+    model(images(32, 48))
+    assert set(grids) == {(8, 12)}
+    with pytest.raises(ValueError, match="the local mixer needs its tokens on a grid, and 40 tokens"):
+        model.blocks[0](torch.zeros(1, 40, model.embed_dim))

@@ -179,13 +179,17 @@ def test_any_attention_of_the_registry_by_name(name, attention):
 
 
 @pytest.mark.parametrize("attention", ["sima_local", "relu2", "relu2_wide"])
-def test_a_local_branch_gets_the_grid_of_an_image_that_is_not_square(attention):
-    options = {"attention": attention, "img_size": (64, 96)}
-    model = build("sima_deit_tiny_patch16_224", **options)  # 24 + 1 tokens, which are no 5 x 5 grid
-    with pytest.raises(ValueError, match="25 tokens are not a square grid plus 1 prefix tokens"):
-        model(torch.randn(1, 3, 64, 96))
-    model = build("sima_deit_tiny_patch16_224", attention_options={"grid": (4, 6)}, **options)
-    assert model(torch.randn(1, 3, 64, 96)).shape == (1, 7)
+@pytest.mark.parametrize("name", ["sima_deit_tiny_patch16_224", "sima_xcit_nano_12_p16_224"])
+def test_a_local_branch_has_the_grid_of_each_image(name, attention):
+    model = build(name, attention=attention).eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.1)
+    for grid in ((4, 6), (2, 8), (8, 2), (4, 4)):  # 2 x 8 tokens are as many as 4 x 4
+        given = build(name, attention=attention, attention_options={"grid": grid}).eval()
+        given.load_state_dict(model.state_dict())
+        image = torch.randn(1, 3, 16 * grid[0], 16 * grid[1])
+        with torch.no_grad():
+            assert torch.equal(model(image), given(image))
 
 
 @pytest.mark.parametrize("name", [f"{name}_relu" for name in SMALL])

@@ -280,8 +280,8 @@ def modules_that_do_not_support_a_group(group):
     x = torch.randn(2, 4, 8)
     with pytest.raises(ValueError, match="group supports norm='l1' only, got norm='l2'"):
         SimAttention(8, 2, norm="l2", group=group)(x)
-    with pytest.raises(ValueError, match="SimLocalAttention does not support group"):
-        SimLocalAttention(8, 2, group=group)(x)
+    with pytest.raises(ValueError, match=r"omit group, and split the whole model with parallelize"):
+        SimLocalAttention(8, 2, group=group)
 
 
 def copied_modules_keep_their_group(group):

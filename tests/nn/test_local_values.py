@@ -174,12 +174,12 @@ def test_padding_has_no_effect():
 
 def test_layouts_of_vision_transformers_are_found():
     for side, prefix in itertools.product((4, 8, 14, 16, 37, 64), range(9)):
-        assert token_layout(side**2 + prefix, None, None, "x") == (prefix, side, side)
-    assert token_layout(197, (14, 14), None, "x") == (1, 14, 14)
-    assert token_layout(25, (4, 6), None, "x") == (1, 4, 6)
-    assert token_layout(25, None, None, "x") == (0, 5, 5)
-    assert token_layout(116, (10, 10), 16, "x") == (16, 10, 10)
-    assert token_layout(26, None, 1, "x") == (1, 5, 5)
+        assert token_layout(side**2 + prefix, [None], None, "x") == (prefix, side, side)
+    assert token_layout(197, [(14, 14)], None, "x") == (1, 14, 14)
+    assert token_layout(25, [(4, 6)], None, "x") == (1, 4, 6)
+    assert token_layout(25, [None], None, "x") == (0, 5, 5)
+    assert token_layout(116, [(10, 10)], 16, "x") == (16, 10, 10)
+    assert token_layout(26, [None], 1, "x") == (1, 5, 5)
 
 
 @every

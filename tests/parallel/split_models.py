@@ -25,6 +25,7 @@ from closeness import assert_close
 from sima_attn import convert, parallelize
 from sima_attn.ops.communication_cost import sima_message
 from sima_attn.ops.cost import AttentionShape
+from sima_attn.ops.linear_attention import relu2_attention
 from sima_attn.parallel import unparallelize
 from sima_attn.parallel.layers import SharedDropout, SplitConv2d, split_layers
 from sima_attn.parallel.model import rows_of
@@ -116,10 +117,45 @@ def average_pooling(group):
 
 
 def local_mixer(group):
-    network = mini("sima_vit_mini_patch4_64_local", img_size=20)
-    split = assert_equals_one_process(group, network, (20, 20))
-    with pytest.raises(ValueError, match="square images, got 7 x 4 patches"):
-        split(images(28, 16))
+    assert_equals_one_process(group, mini("sima_vit_mini_patch4_64_local", img_size=20), (20, 20))
+    assert_equals_one_process(group, mini("sima_vit_mini_patch4_64_local", img_size=(28, 16)), (28, 16))
+
+
+def convolutions_of_v(group):
+    """With a class token on the first process, registers or none; each process has other rows of the grid."""
+    for name in ("sima_local", "relu2", "relu2_wide"):
+        network = vit(img_size=(28, 12), attention=name, reg_tokens=2)
+        split = assert_equals_one_process(group, network, (28, 12))
+        assert type(split.blocks[0].attn.local).__name__ == "SplitLocalValues"
+        assert_equals_one_process(group, mini("sima_xcit_mini_p4_64", attention=name, class_attention="sima"), (28, 12))
+    converted = timm.create_model("vit_tiny_patch16_224", **SMALL, patch_size=8, img_size=(48, 16)).double()
+    convert(converted, "sima_local", example_inputs=images(48, 16))
+    for block in converted.blocks:
+        nn.init.normal_(block.attn.local.weight)
+    assert_equals_one_process(group, converted, (48, 16))
+
+
+def sums_of_relu2(group):
+    """One all-reduce of D x Dv + D numbers per head in each direction, and an exchange of halo rows for v."""
+    split = parallelize(vit(img_size=(28, 16), attention="relu2", depth=1, global_pool="avg"), group)
+    x = images(28, 16)
+    split(x)  # the first call compares shapes
+    with all_reduce_sizes() as sent:
+        split(x).sum().backward()
+    B, H, D, C = len(x), SMALL["num_heads"], 8, SMALL["embed_dim"]
+    state, pooled = B * H * (D * D + D), B * (C + 1)
+    assert sent == [state, pooled, pooled, state]
+    q, k, v = torch.randn(3, 1, 1, 4, 2).unbind(0)
+    for options in ({"order": "qk"}, {"backend": "triton"}):
+        with pytest.raises(ValueError, match="relu2 with a group is computed in plain torch and in the order 'kv'"):
+            relu2_attention(q, k, v, group=group, **options)
+
+
+def without_grid(name):
+    network = vit(attention=name)
+    for block in network.blocks:
+        del block.attn.local.image_grid
+    return network
 
 
 def xcit(group):
@@ -351,7 +387,7 @@ def unsupported_models(group):
         (timm.create_model("resnet18"), "does not support ResNet; supported: VisionTransformer"),
         (vit(global_pool="max", class_token=False), "global_pool 'token' and 'avg', and the model has 'max'"),
         (vit(attention="softmax"), r"blocks.0.attn \(SoftmaxAttention\): .* convert\(model\)"),
-        (vit(attention="sima_local"), r"SimLocalAttention\): its convolution of v"),
+        (without_grid("sima_local"), r"blocks.0.attn.local \(LocalValues\): .*follow_image_grid"),
         (vit(attention_options={"norm": "l2"}), r"it has norm='l2', order='auto'"),
         (vit(patch_drop_rate=0.5), r"patch_drop \(PatchDropout\): .*patch_drop_rate=0"),
         (mini("sima_xcit_mini_p4_64", class_attention="softmax"), r"cls_attn_blocks.0.attn \(ClassAttn\)"),
@@ -426,6 +462,8 @@ CASES = [
     registers_and_token_ref,
     average_pooling,
     local_mixer,
+    convolutions_of_v,
+    sums_of_relu2,
     xcit,
     mini_xcit,
     cvt,

@@ -25,6 +25,7 @@ from sima_attn.nn import (
     SimCrossAttention,
     SimMultiheadAttention,
     attention_class,
+    follow_image_grid,
 )
 
 Where = Callable[[str, nn.Module], bool]
@@ -130,6 +131,7 @@ def _convert_modules(
         report._checks.append(placement.check)
         report._undo.append(placement.undo)
     _switch_nested_tensors_off(model, report)
+    report._undo.extend(handle.remove for handle in follow_image_grid(model))
     if holds_pretrained and report.converted:
         write_marks(model)
 

@@ -26,6 +26,7 @@ from sima_attn.conversion.huggingface import NAME, calls_interface, register, se
 from sima_attn.conversion.mixins import Mixin, with_mixin, without_mixin
 from sima_attn.conversion.modules import Refused
 from sima_attn.conversion.placing import CONVERTED, converted_modules, place
+from sima_attn.nn import follow_image_grid
 
 MODEL_TYPE = "sima_attn"
 MARK = "sima_attn"  # the entry that lists the converted modules
@@ -121,6 +122,7 @@ class ConvertedModel(Mixin):
                     place(self, path, options.pop("attention"), options, exchanged)
                 except (Refused, TypeError) as error:  # TypeError: options that the attention does not have
                     raise ValueError(f"{path} cannot be converted as it was when it was saved: {error}") from error
+        follow_image_grid(self)
         write_marks(self)
 
     @classmethod

@@ -26,7 +26,7 @@ def called_modules(model: nn.Module, inputs: Any, watched: Iterable[nn.Module]) 
 
 
 def token_layouts(model: nn.Module, inputs: Any, watched: Iterable[nn.Module]) -> dict[nn.Module, dict[str, Any]]:
-    """The options `prefix_tokens` and `grid` of the watched attentions, seen in one forward; {} without inputs.
+    """The option `prefix_tokens` of the watched attentions, seen in one forward; {} without inputs.
 
     The grid is the last feature map of a convolution before an attention. Other tokens are prefix tokens, up to 8;
     where there are more, or fewer tokens than positions, the options fit no layout, and the attention raises.
@@ -43,9 +43,7 @@ def token_layouts(model: nn.Module, inputs: Any, watched: Iterable[nn.Module]) -
             return
         prefix = tokens.shape[1] - grid[0] * grid[1]
         fits = 0 <= prefix <= MOST_PREFIX_TOKENS
-        layouts[module] = {"prefix_tokens": prefix if fits else 0}
-        if grid[0] != grid[1] or not fits:
-            layouts[module]["grid"] = tuple(grid)
+        layouts[module] = {"prefix_tokens": prefix} if fits else {"prefix_tokens": 0, "grid": tuple(grid)}
 
     if inputs is None:
         return layouts

@@ -56,7 +56,7 @@ def draw_features(path: Path, images: Tensor, teacher: Tensor, student: Tensor, 
     Raises:
         ValueError: The tokens do not form a square grid.
     """
-    prefix, rows, columns = token_layout(teacher.shape[1], None, None, "a picture of features")
+    prefix, rows, columns = token_layout(teacher.shape[1], [None], None, "a picture of features")
     colours = feature_colours(teacher[:, prefix:].cpu().float(), student[:, prefix:].cpu().float())
     photos = denormalise(images.cpu().float(), data).permute(0, 2, 3, 1)  # [n, S, S, 3]
     lines = []

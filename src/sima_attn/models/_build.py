@@ -9,7 +9,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from torch import nn
 
 from sima_attn.models.pretrained import shipped_cfg, weights_file
-from sima_attn.nn import Attention, attention_class
+from sima_attn.nn import Attention, attention_class, follow_image_grid
 
 # Settings of timm's and our model classes that change what the same weights compute, with their defaults.
 FUNCTION_DEFAULTS: dict[str, Any] = {
@@ -94,9 +94,11 @@ def build_model(
             raise ValueError(f"relu=True and act_layer={kwargs['act_layer']!r} contradict each other; pass one of them")
         kwargs["act_layer"] = nn.ReLU
     feature_cfg = {"out_indices": kwargs.pop("out_indices", 3), "feature_cls": "getter"}
-    return build_model_with_cfg(
+    model = build_model_with_cfg(
         cls, name, pretrained, pretrained_filter_fn=filter_fn, feature_cfg=feature_cfg, **kwargs
     )
+    follow_image_grid(model)
+    return model
 
 
 def _check_as_trained(name: str, size: Mapping[str, Any], kwargs: Mapping[str, Any]) -> None:

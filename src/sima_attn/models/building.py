@@ -26,6 +26,7 @@ from sima_attn.conversion.modules import Refused
 from sima_attn.conversion.placing import place
 from sima_attn.models.settings import ModelSettings
 from sima_attn.models.weight_files import StateDict
+from sima_attn.nn import follow_image_grid
 from sima_attn.nn.token_ref import set_class_token_ref, set_token_ref
 
 # Arguments of timm that say where weights come from. A user may start a run with them; whoever loads its weights, or
@@ -128,6 +129,7 @@ def build_exchanged_model(settings: ModelSettings, num_classes: int, exchanges: 
             place(model, path, options.pop("attention"), options, exchanged)
         except (Refused, TypeError, ValueError) as error:
             raise ValueError(f"{path} cannot be converted as it was when it was saved: {error}") from error
+    follow_image_grid(model)
     modules = dict(model.named_modules())
     for path, token_ref in exchanges.token_refs.items():
         if not hasattr(modules.get(path), "token_ref"):

@@ -17,7 +17,7 @@ from sima_attn.models._build import build_model, register_family
 from sima_attn.models.deit import build_vit
 from sima_attn.models.sizes import MINI_PX, MINI_VIT, MINI_XCIT
 from sima_attn.models.xcit import SimXcit
-from sima_attn.nn.grid import token_grid
+from sima_attn.nn.grid import Grid, OnGrid, token_grid
 
 PATCH, CLASSES = 4, 100
 
@@ -25,7 +25,7 @@ PATCH, CLASSES = 4, 100
 torch.fx.wrap("token_grid")  # one node of a traced graph: torch.fx knows no number of tokens
 
 
-class LocalBlock(Block):
+class LocalBlock(Block, OnGrid):
     """timm's block with a local mixer, XCiT's LPI, in a residual branch between attention and MLP.
 
     It has its own branch because SimA's output is small compared to v: a convolution of v added to it would dominate.
@@ -44,10 +44,10 @@ class LocalBlock(Block):
         x: Tensor,
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
-        grid: tuple[int, int] | None = None,
+        grid: Grid | None = None,
     ) -> Tensor:
-        """Tokens [B, N, C] of a grid, by default a square one -> tokens [B, N, C]."""
-        rows, columns = token_grid(x.shape[1], grid, "the local mixer")
+        """Tokens [B, N, C] of a grid, by default that of the image -> tokens [B, N, C]."""
+        rows, columns = token_grid(x.shape[1], [grid] if grid else self.likely_grids, "the local mixer")
         x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal)))
         x = x + self.drop_path3(self.ls3(self.local_mp(self.norm3(x), rows, columns)))
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
@@ -119,8 +119,7 @@ class MiniXcit(SimXcit):
 def build_mini_vit(name: str, *, local_mixer: bool = False, class_token: bool = False, **kwargs) -> VisionTransformer:
     """A ViT of any input size; average pooling unless `class_token` is True and `global_pool` is "token".
 
-    `local_mixer` adds LPI in a residual branch; the images must then be square. Other arguments are those of
-    `build_vit` and MiniVit.
+    `local_mixer` adds LPI in a residual branch. Other arguments are those of `build_vit` and MiniVit.
     """
     if local_mixer and (class_token or kwargs.get("reg_tokens")):
         raise ValueError("the local mixer needs all tokens on a grid: use class_token=False and no reg_tokens")

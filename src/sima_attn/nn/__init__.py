@@ -3,6 +3,7 @@
 from sima_attn.nn.attention import Attention, SimAttention
 from sima_attn.nn.class_attention import SimClassAttention
 from sima_attn.nn.cross_attention import SimCrossAttention
+from sima_attn.nn.grid import follow_image_grid
 from sima_attn.nn.multihead import SimMultiheadAttention
 from sima_attn.nn.registry import ATTENTIONS, attention_class, create_attention
 from sima_attn.nn.relu2 import Relu2Attention
@@ -21,4 +22,5 @@ __all__ = [
     "SimMultiheadAttention",
     "attention_class",
     "create_attention",
+    "follow_image_grid",
 ]

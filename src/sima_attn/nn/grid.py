@@ -1,23 +1,95 @@
-"""Tokens as a grid, for attentions that use the position of a token."""
+"""Tokens as a grid, for modules that use the position of a token.
+
+A block passes tokens [B, N, C] to its attention, and N does not say how many rows they have. `follow_image_grid` lets
+the patch embedding of a model tell the modules that need it.
+"""
 
 import math
 import operator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+Grid = tuple[int, int]  # rows and columns of patch tokens
 MOST_PREFIX_TOKENS = 8  # that are inferred: a class token, a distillation token, registers
 
 
-def token_grid(N: int, grid: tuple[int, int] | None, who: str) -> tuple[int, int]:
-    """(rows, columns) of N tokens: the grid given, or a square one."""
+class ImageGrid:
+    """The grid of the last image that a patch embedding has seen; None before the first."""
+
+    def __init__(self) -> None:
+        self.shape: Grid | None = None
+
+    def keep(self, module: nn.Module, inputs: Any, feature_map: Tensor) -> None:
+        """A forward hook of the convolution that makes patch tokens."""
+        rows, columns = feature_map.shape[-2:]
+        self.shape = (operator.index(rows), operator.index(columns))  # as in `token_layout`
+
+
+class OnGrid:
+    """Mixin of modules that need the grid of their tokens.
+
+    Attributes:
+        grid: Of all images; None for the grid of each image, or a square one where it is not known.
+        image_grid: That of the last image, in a model for which `follow_image_grid` was called.
+    """
+
+    grid: Grid | None = None
+    image_grid: ImageGrid | None = None
+
+    @property
+    def likely_grids(self) -> list[Grid | None]:
+        """What to pass to `token_grid` and `token_layout`. The last image may be another one than that of a call."""
+        seen = None if self.image_grid is None else self.image_grid.shape
+        return [self.grid] if self.grid or seen is None else [seen, None]
+
+
+def follow_image_grid(model: nn.Module) -> list[RemovableHandle]:
+    """Let the modules on a grid know that of each image; returns the handles of the new hooks.
+
+    The grid is the map of the last convolution of the patch embedding: of the nearest `patch_embed` around a module, or
+    else of the first convolution with non-overlapping patches. Where there is none, nothing changes.
+    """
+    handles = []
+    for path, module in model.named_modules():
+        if not isinstance(module, OnGrid) or (conv := _patch_convolution(model, path)) is None:
+            continue
+        hooked = (getattr(hook, "__self__", None) for hook in conv._forward_hooks.values())
+        image_grid = next((owner for owner in hooked if isinstance(owner, ImageGrid)), None)
+        if image_grid is None:
+            image_grid = ImageGrid()
+            handles.append(conv.register_forward_hook(image_grid.keep))
+        module.image_grid = image_grid
+    return handles
+
+
+def _patch_convolution(model: nn.Module, path: str) -> nn.Conv2d | None:
+    """The convolution whose map has the grid of the tokens of a module."""
+    names = path.split(".")
+    for depth in reversed(range(len(names))):
+        around = model.get_submodule(".".join(names[:depth]))
+        embedding: Any = getattr(around, "patch_embed", None)
+        if isinstance(embedding, nn.Module):
+            return next((m for m in reversed(list(embedding.modules())) if isinstance(m, nn.Conv2d)), None)
+        for inner in around.modules():
+            if isinstance(inner, nn.Conv2d) and inner.stride == inner.kernel_size != (1, 1):
+                return inner
+    return None
+
+
+def token_grid(N: int, grids: list[Grid | None], who: str) -> Grid:
+    """(rows, columns) of N tokens: the first of the grids that fits, where None stands for a square."""
     N = operator.index(N)  # under torch.compile a plain number: one graph per image size
-    rows, columns = grid or (math.isqrt(N), math.isqrt(N))
-    if rows * columns != N:
-        expected = f"grid={grid}" if grid else "a square grid"
-        raise ValueError(
-            f"{who} needs its tokens on a grid, and {N} tokens do not fill {expected}; pass grid=(rows, columns) "
-            "and use no class token"
-        )
-    return rows, columns
+    for grid in grids:
+        rows, columns = grid or (math.isqrt(N), math.isqrt(N))
+        if rows * columns == N:
+            return rows, columns
+    expected = f"grid={grids[-1]}" if grids[-1] else "a square grid"
+    raise ValueError(
+        f"{who} needs its tokens on a grid, and {N} tokens do not fill {expected}; pass grid=(rows, columns) "
+        "and use no class token"
+    )
 
 
 class TokenLayout(NamedTuple):
@@ -28,19 +100,22 @@ class TokenLayout(NamedTuple):
     columns: int
 
 
-def token_layout(N: int, grid: tuple[int, int] | None, prefix_tokens: int | None, who: str) -> TokenLayout:
-    """The layout of N tokens; without `grid` a square one, without `prefix_tokens` the one with the fewest, at most 8.
+def token_layout(N: int, grids: list[Grid | None], prefix_tokens: int | None, who: str) -> TokenLayout:
+    """The layout of N tokens: the first of the grids that fits, where None stands for a square.
 
-    The layout is unique from 4 x 4 patch tokens on: the next larger square is then more than 8 tokens away.
+    Without `prefix_tokens` it is the one with the fewest, at most 8. The layout with a square is unique from 4 x 4
+    patch tokens on: the next larger square is then more than 8 tokens away.
     """
     N = operator.index(N)  # under torch.compile a plain number: one graph per image size
-    for prefix in range(MOST_PREFIX_TOKENS + 1) if prefix_tokens is None else (prefix_tokens,):
-        patches = N - prefix
-        if patches < 1:
-            break
-        rows, columns = grid or (math.isqrt(patches), math.isqrt(patches))
-        if rows * columns == patches:
-            return TokenLayout(prefix, rows, columns)
+    for grid in grids:
+        for prefix in range(MOST_PREFIX_TOKENS + 1) if prefix_tokens is None else (prefix_tokens,):
+            patches = N - prefix
+            if patches < 1:
+                break
+            rows, columns = grid or (math.isqrt(patches), math.isqrt(patches))
+            if rows * columns == patches:
+                return TokenLayout(prefix, rows, columns)
+    grid = grids[-1]
     expected = f"a grid of {grid[0]} x {grid[1]}" if grid else "a square grid"
     allowed = f"0 to {MOST_PREFIX_TOKENS}" if prefix_tokens is None else str(prefix_tokens)
     raise ValueError(
@@ -50,7 +125,7 @@ def token_layout(N: int, grid: tuple[int, int] | None, prefix_tokens: int | None
     )
 
 
-def check_layout_options(grid: tuple[int, int] | None, prefix_tokens: int | None) -> None:
+def check_layout_options(grid: Grid | None, prefix_tokens: int | None) -> None:
     """Raise unless the options of `token_layout` are None, or a pair of positive integers and an integer from 0 on."""
     if grid is not None and not (
         isinstance(grid, tuple | list) and len(grid) == 2 and all(type(side) is int and side > 0 for side in grid)

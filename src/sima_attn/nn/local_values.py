@@ -11,19 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from sima_attn.nn.attention import Attention
-from sima_attn.nn.grid import TokenLayout, check_layout_options, token_layout
+from sima_attn.nn.grid import Grid, OnGrid, TokenLayout, check_layout_options, token_layout
 from sima_attn.ops.cost import Cost
 from sima_attn.ops.token_convolution import token_convolution
 
 
-class LocalValues(nn.Module):
+class LocalValues(nn.Module, OnGrid):
     """v [B, H, N, D] -> [B, H, N, D]: one 3 x 3 filter per channel over the patch tokens, zero for prefix tokens.
 
     The filters start at zero. They are no Conv2d, so that the initialisers of timm leave them there.
 
     Args:
         dim: C, the channels of all heads.
-        grid: (rows, columns) of the patch tokens. By default a square, found at each call.
+        grid: (rows, columns) of the patch tokens. By default that of the image, or a square, found at each call.
         prefix_tokens: Number of tokens before the patch tokens. By default the smallest from 0 to 8 that fits.
         device, dtype: Of the filters.
     """
@@ -32,14 +32,14 @@ class LocalValues(nn.Module):
         self,
         dim: int,
         *,
-        grid: tuple[int, int] | None = None,
+        grid: Grid | None = None,
         prefix_tokens: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         check_layout_options(grid, prefix_tokens)
-        self.grid: tuple[int, int] | None = None if grid is None else (grid[0], grid[1])
+        self.grid = None if grid is None else (grid[0], grid[1])
         self.prefix_tokens = prefix_tokens
         self.weight = nn.Parameter(torch.zeros(dim, 1, 3, 3, device=device, dtype=dtype))
 
@@ -53,7 +53,7 @@ class LocalValues(nn.Module):
 
     def layout(self, N: int) -> TokenLayout:
         """Prefix tokens, rows and columns of N tokens."""
-        return token_layout(N, self.grid, self.prefix_tokens, "a convolution of v")
+        return token_layout(N, self.likely_grids, self.prefix_tokens, "a convolution of v")
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, grid={self.grid}, prefix_tokens={self.prefix_tokens}"
@@ -73,7 +73,7 @@ class LocalAttention(Attention):
         dim: int,
         num_heads: int = 8,
         *args,
-        grid: tuple[int, int] | None = None,
+        grid: Grid | None = None,
         prefix_tokens: int | None = None,
         **kwargs,
     ) -> None:
@@ -102,7 +102,7 @@ class LocalAttention(Attention):
 
 
 @contextmanager
-def on_grid(model: nn.Module, grid: tuple[int, int]) -> Iterator[None]:
+def on_grid(model: nn.Module, grid: Grid) -> Iterator[None]:
     """A context in which all convolutions of v in a model take this grid; afterwards each `grid` is restored."""
     before = [(module, module.grid) for module in model.modules() if isinstance(module, LocalValues)]
     try:

@@ -3,12 +3,17 @@
 Shapes: B batch, H heads, N tokens, D channels per head.
 """
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor, nn
 
 from sima_attn.nn.baselines.feature_maps import FeatureMapAttention, feature_cost
 from sima_attn.nn.local_values import LocalAttention
 from sima_attn.ops.cost import AttentionShape, Cost
 from sima_attn.ops.linear_attention import RELU2_EPS, relu2_attention, relu2_features
+
+if TYPE_CHECKING:
+    from sima_attn.ops.sequence_parallel import Group
 
 
 class Relu2Attention(LocalAttention, FeatureMapAttention):
@@ -26,6 +31,8 @@ class Relu2Attention(LocalAttention, FeatureMapAttention):
         grid: (rows, columns) of the patch tokens. By default a square.
         prefix_tokens: Number of tokens before the patch tokens. By default the smallest from 0 to 8 that fits.
     """
+
+    group: "Group | None" = None  # the processes over which `parallelize` has split the tokens
 
     def __init__(self, dim: int, num_heads: int = 8, *args, **kwargs) -> None:
         super().__init__(dim, num_heads, *args, **kwargs)
@@ -45,7 +52,7 @@ class Relu2Attention(LocalAttention, FeatureMapAttention):
         return weights.clamp_min(RELU2_EPS)
 
     def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        o = relu2_attention(self.q_map(q), self.k_map(k), v, order=self.order)  # [B, H, N, D]
+        o = relu2_attention(self.q_map(q), self.k_map(k), v, order=self.order, group=self.group)  # [B, H, N, D]
         return o + self.local_values(q, v)
 
     def cost(self, shape: AttentionShape) -> Cost:

@@ -27,17 +27,17 @@ class SimLocalAttention(LocalAttention, SimAttention):
     can_stay_packed = False  # both branches read v: a packed gradient would have to be added to that of the convolution
 
     def __init__(self, dim: int, num_heads: int = 8, *args, **kwargs) -> None:
+        if kwargs.get("group") is not None:
+            raise ValueError(
+                "the convolution of v reads tokens of other processes: omit group, and split the whole model with "
+                "parallelize(model, mesh)"
+            )
         super().__init__(dim, num_heads, *args, token_ref=1.0, **kwargs)
         self.gain = nn.Parameter(torch.ones(num_heads, device=self.proj.weight.device, dtype=self.proj.weight.dtype))
 
     def core(
         self, q: Tensor, k: Tensor, v: Tensor, token_mask: Tensor | None = None, key_mask: Tensor | None = None
     ) -> Tensor:
-        if self.group is not None:
-            raise ValueError(
-                "SimLocalAttention does not support group: the convolution of v needs tokens of other processes; "
-                "use SimAttention"
-            )
         o = super().core(q, k, v, token_mask, key_mask)  # [B, H, N, D]
         if token_mask is None:
             local = self.local_values(q, v)

@@ -5,13 +5,19 @@
 Shapes: B batch, H heads, N query tokens, M key tokens, D channels per head, Dv value channels per head, F features.
 """
 
+from typing import TYPE_CHECKING
+
+import torch
 from torch import Tensor
 
-from sima_attn.ops.api import check_order, check_qkv, choose_backend
+from sima_attn.ops.api import check_order, check_qkv, choose_backend, is_split
 from sima_attn.ops.cost import resolve_order
 from sima_attn.ops.eager import compute_dtype, heads_last, without_autocast
 from sima_attn.ops.prepared_calls import call_key, keep_call, prepared_call
 from sima_attn.ops.triton_support import unsupported_by_relu2
+
+if TYPE_CHECKING:
+    from sima_attn.ops.sequence_parallel import Group
 
 RELU2_EPS = 1e-6
 
@@ -30,7 +36,15 @@ def relu2_features(x: Tensor) -> Tensor:
     return (x * x.shape[-1] ** -0.25).relu().square()
 
 
-def relu2_attention(q: Tensor, k: Tensor, v: Tensor, *, order: str = "auto", backend: str = "auto") -> Tensor:
+def relu2_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    order: str = "auto",
+    backend: str = "auto",
+    group: "Group | None" = None,
+) -> Tensor:
     """Linear attention with squared relu features [B, H, N, Dv]: weights that are not negative and sum to one.
 
         o_i = phi(q_i) S / max(phi(q_i) . z, 1e-6),    phi(x) = relu(x)^2 / sqrt(D)
@@ -47,7 +61,11 @@ def relu2_attention(q: Tensor, k: Tensor, v: Tensor, *, order: str = "auto", bac
             the cheaper one, see `choose_order`, and "kv" in the kernels.
         backend: "eager" is plain torch on any device, "triton" the fused kernels for CUDA; "auto" uses the kernels
             where they are supported. A named backend runs or raises.
+        group: The processes over which the tokens are split, as for `sima_attention`: S and z are summed over them.
+            Computed in plain torch, in the order "kv".
     """
+    if group is not None and is_split(group):
+        return _relu2_split(q, k, v, order, backend, group)
     key = call_key((q, k, v), ("relu2", order, backend))
     if (call := prepared_call(key)) is None:
         check_qkv(q, k, v)
@@ -66,3 +84,22 @@ def _relu2_eager(q: Tensor, k: Tensor, v: Tensor, order: str) -> Tensor:
     with without_autocast(q):
         values, weights = weighted_sums(relu2_features(q.to(work)), relu2_features(k.to(work)), v.to(work), order)
         return heads_last((values / weights.clamp_min(RELU2_EPS)).to(dtype))
+
+
+def _relu2_split(q: Tensor, k: Tensor, v: Tensor, order: str, backend: str, group: "Group") -> Tensor:
+    """relu2 of tokens that are split over processes: one all-reduce of D x Dv + D numbers per head and direction."""
+    from sima_attn.ops.sequence_parallel import SumOverProcesses, check_agreement, process_group
+
+    check_qkv(q, k, v)
+    check_order(order)
+    if order == "qk" or backend == "triton":
+        raise ValueError(
+            f"relu2 with a group is computed in plain torch and in the order 'kv', got {order=}, {backend=}; omit both"
+        )
+    members, (dtype, work) = process_group(group), (q.dtype, compute_dtype(q.dtype))
+    check_agreement(members, q, k, v, backend="eager", token_ref=None, eps=RELU2_EPS)
+    with without_autocast(q):
+        phi_q, phi_k = relu2_features(q.to(work)), relu2_features(k.to(work))
+        sums = torch.cat([phi_k.mT @ v.to(work), phi_k.sum(-2).unsqueeze(-1)], -1)  # S and z: [B, H, D, Dv + 1]
+        values = phi_q @ SumOverProcesses.apply(sums, members)  # [B, H, N, Dv + 1]
+        return heads_last((values[..., :-1] / values[..., -1:].clamp_min(RELU2_EPS)).to(dtype))

@@ -35,10 +35,19 @@ def token_convolution(
 
 def _convolve(v: Tensor, weight: Tensor, prefix: int, rows: int, columns: int) -> Tensor:
     """The convolution in plain torch. Views of a packed projection are read without a copy."""
-    _, H, _, D = v.shape
-    x = v.transpose(1, 2).flatten(2)[:, prefix:]  # [B, rows * columns, C]
-    x = x.transpose(1, 2).unflatten(2, (rows, columns))  # [B, C, rows, columns]
+    x = patch_map(v, prefix, rows, columns)
     with without_autocast(v):  # the dtype of the output is that of v, as for A v
-        x = F.conv2d(x, weight.to(v.dtype), padding=1, groups=H * D)
+        x = F.conv2d(x, weight.to(v.dtype), padding=1, groups=x.shape[1])
+    return values_of_map(x, prefix, v.shape[1])
+
+
+def patch_map(v: Tensor, prefix: int, rows: int, columns: int) -> Tensor:
+    """v [B, H, N, D] -> the map of its patch tokens [B, C, rows, columns]."""
+    x = v.transpose(1, 2).flatten(2)[:, prefix:]  # [B, rows * columns, C]
+    return x.transpose(1, 2).unflatten(2, (rows, columns))
+
+
+def values_of_map(x: Tensor, prefix: int, heads: int) -> Tensor:
+    """A map [B, C, rows, columns] -> [B, H, N, D], zero for the prefix tokens."""
     x = F.pad(x.flatten(2).transpose(1, 2), (0, 0, prefix, 0))  # [B, N, C]
-    return x.unflatten(2, (H, D)).transpose(1, 2)
+    return x.unflatten(2, (heads, -1)).transpose(1, 2)

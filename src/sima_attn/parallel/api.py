@@ -15,8 +15,9 @@ from sima_attn.models.cvt import Cvt
 from sima_attn.models.miniature import ConvStem, LocalBlock, MiniVit, MiniXcit
 from sima_attn.models.patch_embed import PatchConv2d, ProductPatchEmbed
 from sima_attn.models.xcit import BlockWithoutLpi, SimXcit
-from sima_attn.nn.attention import SimAttention
-from sima_attn.nn.class_attention import SimClassAttention
+from sima_attn.nn import Relu2Attention, SimAttention, SimClassAttention
+from sima_attn.nn.local_values import LocalValues
+from sima_attn.nn.relu2_wide import FeatureMap
 from sima_attn.ops.sequence_parallel import Group, process_group
 from sima_attn.parallel.cvt import SplitCvt
 from sima_attn.parallel.layers import conv_reason
@@ -40,7 +41,7 @@ globals().update({cls.__name__: cls for cls in SPLIT.values()})  # pickle finds 
 BLOCKS = (Block, LocalBlock, XCABlock, BlockWithoutLpi, ClassAttentionBlock, cvt.Block)
 EMBEDDINGS = (PatchEmbed, ProductPatchEmbed, ConvPatchEmbed, ConvStem, cvt.ConvEmbedding)
 SPATIAL = (nn.Conv2d, PatchConv2d, nn.BatchNorm2d)
-TOKENWISE = (nn.Linear, nn.LayerNorm, nn.RMSNorm, RmsNorm, SimpleNorm, LayerScale)
+TOKENWISE = (nn.Linear, nn.LayerNorm, nn.RMSNorm, RmsNorm, SimpleNorm, LayerScale, FeatureMap)
 
 
 def parallelize(model: nn.Module, mesh: Group) -> nn.Module:
@@ -134,6 +135,9 @@ def _reason(name: str, module: nn.Module) -> str | None:
         known = BLOCKS
     elif isinstance(module, SPATIAL):
         known = SPATIAL
+    elif isinstance(module, LocalValues):
+        unknown = module.image_grid is None
+        return "it does not know the grid of an image; call sima_attn.nn.follow_image_grid(model)" if unknown else None
     elif any(True for _ in module.parameters(recurse=False)):
         known = (*TOKENWISE, cvt.Stage)
         if isinstance(module, known):
@@ -146,10 +150,9 @@ def _reason(name: str, module: nn.Module) -> str | None:
 def _attention_reason(module: Any) -> str | None:
     if isinstance(module, SimClassAttention):
         return None
-    if not isinstance(module, SimAttention):
+    if not isinstance(module, SimAttention | Relu2Attention):
         return "it cannot add up its tokens over processes; call convert(model) for SimA attention first"
-    if module.has_local_branch:
-        return "its convolution of v needs the tokens of other processes; use the attention 'sima'"
-    if module.norm_over_tokens != "l1" or module.order == "qk":
-        return f"it has norm={module.norm_over_tokens!r}, order={module.order!r}; use norm='l1', order='auto'"
+    norm = getattr(module, "norm_over_tokens", "l1")
+    if norm != "l1" or module.order == "qk":
+        return f"it has norm={norm!r}, order={module.order!r}; use norm='l1', order='auto'"
     return None

@@ -14,7 +14,9 @@ from timm.layers import DropPath
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from sima_attn.ops.eager import compute_dtype
+from sima_attn.nn.local_values import LocalValues
+from sima_attn.ops.eager import compute_dtype, without_autocast
+from sima_attn.ops.token_convolution import patch_map, values_of_map
 from sima_attn.parallel.exchange import of_first_process, sum_over_processes, with_halo
 
 
@@ -50,6 +52,22 @@ def conv_reason(conv: nn.Conv2d) -> str | None:
 def _padding(conv: nn.Conv2d) -> tuple[int, int]:
     padding: Any = conv.padding
     return padding[0], padding[1]
+
+
+class SplitLocalValues(LocalValues):
+    """The convolution of v where the tokens of a process are some rows of the grid, behind those of the prefix."""
+
+    group: DeviceMesh
+
+    def forward(self, v: Tensor) -> Tensor:
+        """v [B, H, N, D] -> [B, H, N, D], of the tokens of this process."""
+        image_grid: Any = self.image_grid  # `check_model` has found it
+        rows, columns = image_grid.shape  # of the patch embedding, which has the rows of this process
+        prefix = v.shape[2] - rows * columns
+        x = with_halo(patch_map(v, prefix, rows, columns), self.group, above=1, below=1, padding=1)
+        with without_autocast(v):
+            x = F.conv2d(x, self.weight.to(v.dtype), padding=(0, 1), groups=x.shape[1])
+        return values_of_map(x, prefix, v.shape[1])
 
 
 class SplitBatchNorm2d(nn.BatchNorm2d):
@@ -123,6 +141,8 @@ def split_layers(model: nn.Module, group: DeviceMesh) -> None:
             become(module, SplitBatchNorm2d, group)
         elif type(module) is DropPath:
             become(module, SplitDropPath, group)
+        elif type(module) is LocalValues:
+            become(module, SplitLocalValues, group)
 
 
 def share_dropout(module: nn.Module, group: DeviceMesh) -> None:

@@ -5,13 +5,13 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from sima_attn.nn.attention import SimAttention
-from sima_attn.nn.class_attention import SimClassAttention
+from sima_attn.nn import Relu2Attention, SimAttention, SimClassAttention
 from sima_attn.ops.sequence_parallel import check_same_call
 from sima_attn.parallel.exchange import is_first, mean_of_tokens, sum_over_processes
 from sima_attn.parallel.layers import share_dropout, split_layers
 
 POOLS = ("token", "avg")
+GROUPED = (SimAttention, SimClassAttention, Relu2Attention)  # attentions that add up their sums over a group
 
 
 class SplitModel(nn.Module):
@@ -25,13 +25,13 @@ class SplitModel(nn.Module):
         head_drop: Any = self.head_drop
         share_dropout(head_drop, self.group)
         for module in self.modules():
-            if isinstance(module, SimAttention | SimClassAttention):
+            if isinstance(module, GROUPED):
                 module.group = self.group
 
     def unsplit(self) -> None:
         """Make the model and its layers those of one process again."""
         for module in self.modules():
-            if isinstance(module, SimAttention | SimClassAttention):
+            if isinstance(module, GROUPED):
                 module.group = None
             elif "group" in vars(module):
                 del vars(module)["group"]

@@ -13,7 +13,6 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from sima_attn.models.miniature import LocalBlock
 from sima_attn.parallel.exchange import is_first
 from sima_attn.parallel.model import SplitModel
 
@@ -32,10 +31,8 @@ class SplitVit(SplitModel, VisionTransformer):
         x = self.patch_embed.proj(images[:, :, own]).flatten(2).transpose(1, 2)  # [B, rows * columns, C]
         x = self.with_positions(self.patch_embed.norm(x), grid, first_row=own.start // height)
         x = self.norm_pre(x)
-        rows = (own.stop - own.start) // height
         for block in self.blocks:
-            options: Any = {"grid": self.local_grid(rows, grid)} if isinstance(block, LocalBlock) else {}
-            x = checkpoint(block, x, use_reentrant=False, **options) if self.grad_checkpointing else block(x, **options)
+            x = checkpoint(block, x, use_reentrant=False) if self.grad_checkpointing else block(x)
         return self.norm(x)
 
     def with_positions(self, x: Tensor, grid: tuple[int, int], first_row: int) -> Tensor:
@@ -57,12 +54,6 @@ class SplitVit(SplitModel, VisionTransformer):
             held = self.num_prefix_tokens if is_first(self.group) else 0
             x = torch.cat([torch.cat(prefix, 1).expand(len(x), -1, -1)[:, :held], x], 1)  # [B, N, C]
         return x if self.pos_embed is None else self.pos_drop(x)
-
-    def local_grid(self, rows: int, grid: tuple[int, int]) -> tuple[int, int]:
-        """The grid of this process for the local mixer, which in one process takes a square of tokens."""
-        if grid[0] != grid[1]:
-            raise ValueError(f"the local mixer needs square images, got {grid[0]} x {grid[1]} patches")
-        return rows, grid[1]
 
     def pool(self, x: Tensor, pool_type: str | None = None) -> Tensor:
         """Tokens [B, N, C] of this process -> features [B, C] of the image."""

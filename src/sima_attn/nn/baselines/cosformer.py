@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sima_attn.nn.baselines.feature_maps import FeatureMapAttention, feature_cost
-from sima_attn.nn.grid import token_grid
+from sima_attn.nn.grid import Grid, OnGrid, token_grid
 from sima_attn.ops.cost import AttentionShape, Cost
 
 
@@ -26,7 +26,7 @@ class CosformerAttention(FeatureMapAttention):
         return feature_cost(shape, shape.D, self.order, exps=0)
 
 
-class Cosformer2dAttention(CosformerAttention):
+class Cosformer2dAttention(CosformerAttention, OnGrid):
     """The weight of tokens at (i, m) and (j, n) times cos(a_i - a_j) cos(b_m - b_n): near tokens have larger weights.
 
     a_i = pi i / (2 rows) and b_m = pi m / (2 columns), so no weight is negative. A cosine of a difference
@@ -37,13 +37,13 @@ class Cosformer2dAttention(CosformerAttention):
     equivariant = False
     needs_grid = True
 
-    def __init__(self, dim: int, num_heads: int = 8, *args, grid: tuple[int, int] | None = None, **kwargs) -> None:
+    def __init__(self, dim: int, num_heads: int = 8, *args, grid: Grid | None = None, **kwargs) -> None:
         super().__init__(dim, num_heads, *args, **kwargs)
         self.grid = grid
 
     def angles(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """a and b for every token of x [B, H, N, D]: [N] each."""
-        rows, columns = token_grid(x.shape[-2], self.grid, type(self).__name__)
+        rows, columns = token_grid(x.shape[-2], self.likely_grids, type(self).__name__)
         a = torch.arange(rows, device=x.device, dtype=x.dtype) * (torch.pi / 2 / rows)
         b = torch.arange(columns, device=x.device, dtype=x.dtype) * (torch.pi / 2 / columns)
         return a.repeat_interleave(columns), b.repeat(rows)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sima_attn.nn.attention import Attention, computed_in_float32
-from sima_attn.nn.grid import token_grid
+from sima_attn.nn.grid import Grid, OnGrid, token_grid
 from sima_attn.ops.cost import AttentionShape, Cost, product_macs
 
 NEWTON_STEPS = 20
@@ -44,7 +44,7 @@ class SoftFullAttention(Attention):
         return Cost(shape, macs=macs, exps=kernel, scratch=2 * kernel + shape.heads * (shape.N + shape.M))
 
 
-class SoftAttention(Attention):
+class SoftAttention(Attention, OnGrid):
     """O = C P^+ C^T V with landmarks Q~: C = gaussian(Q, Q~) [N, m], P = gaussian(Q~, Q~) [m, m].
 
     The landmarks are GELU(LayerNorm(conv(Q))), one for each ratio x ratio patch of the token grid; the
@@ -56,9 +56,7 @@ class SoftAttention(Attention):
     equivariant = False
     needs_grid = True
 
-    def __init__(
-        self, dim: int, num_heads: int = 8, *args, ratio: int = 2, grid: tuple[int, int] | None = None, **kwargs
-    ) -> None:
+    def __init__(self, dim: int, num_heads: int = 8, *args, ratio: int = 2, grid: Grid | None = None, **kwargs) -> None:
         super().__init__(dim, num_heads, *args, **kwargs)
         factory: dict[str, Any] = {"device": self.proj.weight.device, "dtype": self.proj.weight.dtype}
         self.ratio, self.grid = ratio, grid
@@ -75,7 +73,7 @@ class SoftAttention(Attention):
 
     def landmarks(self, q: Tensor) -> Tensor:
         (B, H, N, D) = q.shape
-        rows, columns = token_grid(N, self.grid, type(self).__name__)
+        rows, columns = token_grid(N, self.likely_grids, type(self).__name__)
         maps = q.transpose(-1, -2).reshape(B * H, D, rows, columns)
         tokens = F.conv2d(maps, self.landmark_conv.weight.to(q.dtype), stride=self.ratio)
         tokens = tokens.flatten(2).transpose(1, 2).reshape(B, H, -1, D)  # [B, H, m, D]
@@ -89,7 +87,7 @@ class SoftAttention(Attention):
 
     def cost(self, shape: AttentionShape) -> Cost:
         N, M, D, Dv = shape.N, shape.M, shape.D, shape.Dv
-        rows, columns = token_grid(N, self.grid, type(self).__name__)
+        rows, columns = token_grid(N, self.likely_grids, type(self).__name__)
         m = (rows // self.ratio) * (columns // self.ratio)
         convolution = m * (D * self.ratio) * (D * self.ratio)
         kernels = N * m * D + m * m * D
