@@ -11,6 +11,7 @@ from sima_attn.detect.backbone import STRIDE, BatchLayout, block_maps, spread_bl
 from sima_attn.detect.pyramid import CHANNELS, Pyramid, to_stride
 from sima_attn.detect.rcnn import Anchors, build_rcnn, with_edges
 from sima_attn.nn import SimAttention
+from sima_attn.nn.local_values import LocalValues
 from sima_attn.ops import ExpCounter
 
 FAMILIES = list(SMALL)
@@ -18,7 +19,7 @@ DEIT, XCIT, CVT = FAMILIES
 
 
 def pyramid(name, *, norm=False, **kwargs) -> Pyramid:
-    """Biases and BatchNorms as after training: at their start they hide what reaches the padding."""
+    """Biases, filters and BatchNorms as after training: at their start they hide what reaches the padding."""
     model = Pyramid(block_maps(name, **SMALL[name], **kwargs), norm).double().eval()
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
@@ -26,6 +27,8 @@ def pyramid(name, *, norm=False, **kwargs) -> Pyramid:
             nn.init.uniform_(module.running_var, 0.5, 2.0)
         if getattr(module, "bias", None) is not None:
             nn.init.normal_(module.bias, std=0.5)
+        if isinstance(module, LocalValues):
+            nn.init.normal_(module.weight, std=0.5)
     return model
 
 
@@ -106,9 +109,12 @@ def test_blocks_are_the_papers_and_their_shares():
         (DEIT, {"token_ref": "train"}),
         (DEIT, {"attention": "softmax"}),
         (DEIT, {"class_token": False, "global_pool": "avg"}),
+        (DEIT, {"attention": "sima_local"}),
+        (DEIT, {"attention": "relu2_wide"}),
         (XCIT, {}),
         (XCIT, {"token_ref": "train"}),
         (XCIT, {"attention": "xca"}),
+        (XCIT, {"attention": "relu2"}),
         (XCIT, {"norm": True}),
         (XCIT, {"lpi": False}),
         (CVT, {}),

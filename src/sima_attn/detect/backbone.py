@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sima_attn._errors import check_known
 from sima_attn.models.cvt import Cvt, to_map
-from sima_attn.nn.attention import Attention, SimAttention
+from sima_attn.nn import Attention, Relu2Attention, SimAttention
 from sima_attn.nn.baselines.softmax import SoftmaxAttention
 from sima_attn.nn.baselines.xca import XCAttention
 
@@ -79,13 +79,15 @@ def attend(attn: Attention, q: Tensor, k: Tensor, v: Tensor, is_image: Tensor, k
     """Attention that ignores padding; `is_image` [B, N] and `keys` [B, M] are True for image tokens."""
     if isinstance(attn, SimAttention):
         return attn.join(attn.core(q, k, v, is_image, keys))
+    if isinstance(attn, Relu2Attention):
+        return attn.join(attn.core(q, k, v, is_image))
     if isinstance(attn, SoftmaxAttention):
         return attn.join(attn.core(q, k, v, attn_mask=keys[:, None, None]))
     if isinstance(attn, XCAttention):  # sums over tokens: zero tokens add nothing
         return attn.join(attn.core(*(t * keys[:, None, :, None] for t in (q, k, v))))
     raise ValueError(
         f"{type(attn).__name__} does not support padding, and this batch has images of several sizes; use the "
-        "attention sima, softmax or xca, or images of one size"
+        "attention sima, sima_local, relu2, relu2_wide, softmax or xca, or images of one size"
     )
 
 

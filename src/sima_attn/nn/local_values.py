@@ -81,14 +81,20 @@ class LocalAttention(Attention):
         weight = self.proj.weight
         self.local = LocalValues(dim, grid=grid, prefix_tokens=prefix_tokens, device=weight.device, dtype=weight.dtype)
 
-    def local_values(self, q: Tensor, v: Tensor) -> Tensor:
-        """local(v) [B, H, N, D]; raises where the keys are other tokens than the queries."""
+    def local_values(self, q: Tensor, v: Tensor, token_mask: Tensor | None = None) -> Tensor:
+        """local(v) [B, H, N, D]; raises where the keys are other tokens than the queries.
+
+        Padding, False in `token_mask` [B, N], is zero, as beyond the border of the grid.
+        """
         if q.shape[2] != v.shape[2]:
             raise ValueError(
                 f"{type(self).__name__} adds a convolution of v to its output, so it needs as many keys as queries, "
                 f"got {q.shape[2]} queries and {v.shape[2]} keys; use the attention without local branch"
             )
-        return self.local(v)
+        if token_mask is None:
+            return self.local(v)
+        hidden = ~token_mask[:, None, :, None]
+        return self.local(v.masked_fill(hidden, 0)).masked_fill(hidden, 0)
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.matrix(q, k) @ v + self.local(v)

@@ -51,9 +51,12 @@ class Relu2Attention(LocalAttention, FeatureMapAttention):
     def divisor(self, weights: Tensor) -> Tensor:
         return weights.clamp_min(RELU2_EPS)
 
-    def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        o = relu2_attention(self.q_map(q), self.k_map(k), v, order=self.order, group=self.group)  # [B, H, N, D]
-        return o + self.local_values(q, v)
+    def core(self, q: Tensor, k: Tensor, v: Tensor, token_mask: Tensor | None = None) -> Tensor:
+        keys = self.k_map(k)
+        if token_mask is not None:
+            keys = keys.masked_fill(~token_mask[:, None, :, None], 0)  # relu(0)^2 adds nothing
+        o = relu2_attention(self.q_map(q), keys, v, order=self.order, group=self.group)  # [B, H, N, D]
+        return o + self.local_values(q, v, token_mask)
 
     def cost(self, shape: AttentionShape) -> Cost:
         return self.with_local_cost(feature_cost(shape, shape.D, self.order, exps=0))

@@ -39,12 +39,7 @@ class SimLocalAttention(LocalAttention, SimAttention):
         self, q: Tensor, k: Tensor, v: Tensor, token_mask: Tensor | None = None, key_mask: Tensor | None = None
     ) -> Tensor:
         o = super().core(q, k, v, token_mask, key_mask)  # [B, H, N, D]
-        if token_mask is None:
-            local = self.local_values(q, v)
-        else:
-            hidden = ~token_mask[:, None, :, None]  # padding is zero, as beyond the border of the grid
-            local = self.local_values(q, v.masked_fill(hidden, 0)).masked_fill(hidden, 0)
-        return torch.addcmul(local, o, self.gain.to(o.dtype)[:, None, None])
+        return torch.addcmul(self.local_values(q, v, token_mask), o, self.gain.to(o.dtype)[:, None, None])
 
     def matrix(self, q: Tensor, k: Tensor) -> Tensor:
         return super().matrix(q, k) * self.gain.to(q.dtype)[:, None, None]
