@@ -82,6 +82,9 @@ def test_the_table_grows_from_sweep_to_seeds(two_methods):
         f"vit_{name}-60epochs-seed3" for name in ("softmax_gelu_1e-3", "sima_gelu_2e-3", "sima_relu_1e-3")
     ]
     assert len(next_runs(rows, epochs=30)) == 8  # another schedule
+    assert folders(next_runs([], epochs=60, only=["softmax"])) == folders(sweep)[:4]
+    with pytest.raises(ValueError, match=r"unknown method 'sofmax'.*did you mean 'softmax'"):
+        next_runs([], epochs=60, only=["sofmax"])
     assert [line[2:6] for line in fair_table(rows).lines] == [
         ["4", "gelu, 1e-3", "50.0 ± 0.0", "3"],
         ["5", "gelu, 2e-3", "52.0 ± 0.0", "3"],

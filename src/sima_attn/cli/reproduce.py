@@ -51,6 +51,7 @@ def miniature_command(
 def fair_command(
     data: DataFolder,
     out: OutFolder = Path("runs/fair"),
+    only: Annotated[list[str] | None, Option(help="Name of a method; repeat for several. Default: all.")] = None,
     epochs: Annotated[int, Option(help="Epochs of each run.", min=2)] = 60,
     seeds: Annotated[
         list[int], Option("--seed", help="Seeds of the best settings; the sweep has the lowest. Repeat.")
@@ -64,7 +65,7 @@ def fair_command(
 
     grid = fair.FAIR_GRID
     # What comes next depends on the results so far.
-    stages = iter(lambda: fair.next_runs(grid.read_collected(out)[0], epochs=epochs, seeds=seeds), [])
+    stages = iter(lambda: fair.next_runs(grid.read_collected(out)[0], epochs=epochs, seeds=seeds, only=only or ()), [])
     run_grid(grid, stages, out, data, device, jobs, fair, out / "fair.png")
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import NamedTuple
 
+from sima_attn._errors import check_known
 from sima_attn.report.figures import figure
 from sima_attn.report.tables import TextTable
 from sima_attn.reproduce.miniature import GRID, VIT, XCIT, CurveRow, MiniatureRun, ResultRow, SizeRow
@@ -140,15 +141,25 @@ class Results:
         return Outcome(best, len(self.sweep(method, self.seeds[0])), finished, len(found) - len(finished))
 
 
-def next_runs(rows: Sequence[ResultRow], *, epochs: int, seeds: Sequence[int] = SEEDS) -> list[MiniatureRun]:
-    """The runs that can be made now; none if the table is complete.
+def select_methods(only: Sequence[str]) -> list[Method]:
+    """The methods with these names, by default all."""
+    known = {method.name: method for method in METHODS}
+    for name in only:
+        check_known("method", name, known)
+    return [method for method in METHODS if not only or method.name in only]
+
+
+def next_runs(
+    rows: Sequence[ResultRow], *, epochs: int, seeds: Sequence[int] = SEEDS, only: Sequence[str] = ()
+) -> list[MiniatureRun]:
+    """The runs of the methods with these names that can be made now; none if their lines of the table are complete.
 
     First the sweeps with the lowest seed, then the highest learning rate where 2e-3 was the best, then the best
     settings with the other seeds.
     """
     results, first = Results(rows, epochs), min(seeds)
     wanted: dict[str, MiniatureRun] = {}
-    for method in METHODS:
+    for method in select_methods(only):
         asked = [(setting, first) for setting in method.sweep()]
         if all(results.has(method, *run) for run in asked):
             best = results.best(method, first)
