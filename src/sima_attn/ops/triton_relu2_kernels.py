@@ -1,4 +1,4 @@
-"""The Triton kernels of the gradient of relu2; triton_kernels.py has the forward and the conventions.
+"""The Triton kernels of the gradient of relu2; triton_kernels.py has the forward and the letters.
 
 With Q' = phi(Q), K' = phi(K), W = K'^T V and z = |K'|_1, per query r = 1 / max(Q' z, eps) and O = r Q' W:
 
@@ -13,7 +13,7 @@ between, `finish_forward` adds the shares where they are many.
 import triton
 import triton.language as tl
 
-from sima_attn.ops.triton_kernels import (
+from sima_attn.ops.triton_parts import (
     add_few_shares,
     at_head,
     features,

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sima_attn.ops.plain_calls import needs_grad
-from sima_attn.ops.triton_kernels import at_head, load_tile, output_at_head, store_tile
 from sima_attn.ops.triton_launchers import Launcher, Recordings, TracedLauncher, device_of
 from sima_attn.ops.triton_op import operator, with_contiguous_channels
+from sima_attn.ops.triton_parts import at_head, load_tile, output_at_head, store_tile
 from sima_attn.ops.triton_support import describe
 from sima_attn.ops.triton_tiles import Tile, cdiv, chip, padded
 
