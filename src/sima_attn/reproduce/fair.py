@@ -74,6 +74,7 @@ METHODS = (
     Method("softmax", "ViT, softmax", "softmax"),
     Method("sima", "ViT, SimA", "sima"),
     Method("sima_relu", "ViT, SimA without any exp()", "sima", activations=("relu",)),
+    Method("cosformer", "ViT, cosFormer without re-weighting", "cosformer"),
     Method("softmax_local", "ViT, softmax and a 3 x 3 convolution of v", "softmax_local", baseline="softmax_local"),
     Method("sima_local", "ViT, SimA and a 3 x 3 convolution of v", "sima_local", baseline="softmax_local"),
     Method("relu2", "ViT, relu2, which has the same convolution", "relu2", baseline="softmax_local"),
