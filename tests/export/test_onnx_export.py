@@ -67,11 +67,14 @@ def exported(tmp_path_factory):
 
 
 @pytest.mark.parametrize("attention", ["sima_local", "relu2", "relu2_wide"])
-def test_a_local_branch_is_exported_for_one_image_size(attention, tmp_path):
-    model = deit(attention=attention)
-    torch.nn.init.normal_(model.blocks[0].attn.local.weight)
-    report = export_onnx(model, tmp_path / "a.onnx", input_size=SIZE, dynamic=("batch",), fail_on_exp=True)
-    assert max(report.parity.values()) < 1e-5
+def test_a_local_branch_is_exported_for_any_image_size(attention, tmp_path):
+    model = deit(attention=attention, img_size=224).eval()
+    nn.init.normal_(model.blocks[0].attn.local.weight)
+    export_onnx(model, tmp_path / "a.onnx", input_size=SIZE, dynamic=("batch", "size"), fail_on_exp=True)
+    for shape in ((2, 3, 48, 80), (1, 3, 32, 128), (1, 3, SIZE, SIZE)):
+        x = images(*shape)
+        assert torch.allclose(run(tmp_path / "a.onnx", x), model(x), atol=1e-4), shape
+    model.blocks[0].attn.local.grid = (4, 4)
     with pytest.raises(ValueError, match="fixed token grid, so 'size' cannot be dynamic; export one file per"):
         export_onnx(model, tmp_path / "b.onnx", input_size=SIZE, dynamic=("size",))
 
@@ -124,10 +127,15 @@ def xcit(**options):
     return timm.create_model("sima_xcit_nano_12_p16_224_relu", **small, **options)
 
 
-@pytest.mark.parametrize("build", [deit, xcit])
+def mini_with_local_mixer(**options):
+    small = {"depth": 1, "embed_dim": 32, "num_heads": 2, "num_classes": 5, "patch_size": 16}
+    return timm.create_model("sima_vit_mini_patch4_64_local", relu=True, **small, **options)
+
+
+@pytest.mark.parametrize("build", [deit, xcit, mini_with_local_mixer])
 def test_a_dynamic_file_is_right_at_sizes_it_was_not_made_at(tmp_path, build):
     model = build(img_size=224).eval()
-    if build is deit:
+    if build is not xcit:
         nn.init.normal_(model.pos_embed)  # at its start it is too small to be missed
     report = export_onnx(model, tmp_path / "m.onnx", input_size=SIZE, dynamic=("batch", "size"))
     assert report.inputs == "images batchx3xheightxwidth"

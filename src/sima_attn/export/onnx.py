@@ -36,6 +36,7 @@ from sima_attn.models.huggingface import TimmInterface, with_timm_interface
 from sima_attn.models.loading import classes_of
 from sima_attn.models.preprocessing import Preprocessing
 from sima_attn.nn import SimAttention, SimCrossAttention, SimMultiheadAttention
+from sima_attn.nn.grid import OnGrid
 from sima_attn.ops.api import check_order, plan_callback
 
 if TYPE_CHECKING:
@@ -220,9 +221,11 @@ def _check_options(
             "preprocessing in the graph gives one square image per photo: input_size must be one number and dynamic "
             f"empty, got {height}x{width} and {', '.join(dynamic) or 'none'}"
         )
-    if "size" in dynamic and any(getattr(module, "has_local_branch", False) for module in model.modules()):
+    on_grid = [module for module in model.modules() if isinstance(module, OnGrid)]
+    if "size" in dynamic and any(module.grid or module.image_grid is None for module in on_grid):
         raise ValueError(
-            "a convolution of v needs a fixed token grid, so 'size' cannot be dynamic; export one file per image size"
+            "an attention of this model has a fixed token grid, so 'size' cannot be dynamic; export one file per image "
+            "size, or omit the option grid and call sima_attn.nn.follow_image_grid(model)"
         )
     patch = _patch(model)
     for side in (height, width):

@@ -8,6 +8,7 @@ import math
 import operator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -24,7 +25,9 @@ class ImageGrid:
     def keep(self, module: nn.Module, inputs: Any, feature_map: Tensor) -> None:
         """A forward hook of the convolution that makes patch tokens."""
         rows, columns = feature_map.shape[-2:]
-        self.shape = (operator.index(rows), operator.index(columns))  # as in `token_layout`
+        if not torch.compiler.is_exporting():  # while exporting, they may stand for any size
+            rows, columns = operator.index(rows), operator.index(columns)  # as in `token_layout`
+        self.shape = (rows, columns)
 
 
 class OnGrid:
@@ -80,6 +83,8 @@ def _patch_convolution(model: nn.Module, path: str) -> nn.Conv2d | None:
 
 def token_grid(N: int, grids: list[Grid | None], who: str) -> Grid:
     """(rows, columns) of N tokens: the first of the grids that fits, where None stands for a square."""
+    if torch.compiler.is_exporting() and grids[0]:
+        return grids[0]  # of the image that is traced; its sizes may be symbols, which cannot be compared
     N = operator.index(N)  # under torch.compile a plain number: one graph per image size
     for grid in grids:
         rows, columns = grid or (math.isqrt(N), math.isqrt(N))
@@ -106,7 +111,9 @@ def token_layout(N: int, grids: list[Grid | None], prefix_tokens: int | None, wh
     Without `prefix_tokens` it is the one with the fewest, at most 8. The layout with a square is unique from 4 x 4
     patch tokens on: the next larger square is then more than 8 tokens away.
     """
-    N = operator.index(N)  # under torch.compile a plain number: one graph per image size
+    if torch.compiler.is_exporting() and grids[0] and prefix_tokens is not None:
+        return TokenLayout(prefix_tokens, *grids[0])  # as in `token_grid`
+    N = operator.index(N)
     for grid in grids:
         for prefix in range(MOST_PREFIX_TOKENS + 1) if prefix_tokens is None else (prefix_tokens,):
             patches = N - prefix
