@@ -156,6 +156,8 @@ def test_a_local_branch_has_the_grid_of_the_image(attention):
     model(torch.zeros(1, 3, 32, 128))
     assert local.layout(17) == (1, 2, 8)  # and not 4 x 4
     assert copied.blocks[0].attn.local.layout(25) == (1, 4, 6)
+    copied(torch.zeros(1, 3, 128, 32))
+    assert copied.blocks[0].attn.local.layout(17) == (1, 8, 2)
     report.undo()
     assert not model.patch_embed.proj._forward_hooks
     convert(model, attention, grid=(4, 6))

@@ -192,6 +192,18 @@ def test_a_local_branch_has_the_grid_of_each_image(name, attention):
             assert torch.equal(model(image), given(image))
 
 
+@pytest.mark.parametrize("attention", ["soft", "cosformer_2d"])
+def test_attentions_on_a_grid_have_that_of_each_image(attention):
+    options = {"attention": attention, "class_token": False, "global_pool": "avg"}
+    model = build("sima_deit_tiny_patch16_224", **options).eval()
+    for grid in ((4, 6), (2, 8)):
+        given = build("sima_deit_tiny_patch16_224", attention_options={"grid": grid}, **options).eval()
+        given.load_state_dict(model.state_dict())
+        image = torch.randn(1, 3, 16 * grid[0], 16 * grid[1])
+        with torch.no_grad():
+            assert torch.equal(model(image), given(image))
+
+
 @pytest.mark.parametrize("name", [f"{name}_relu" for name in SMALL])
 def test_relu_models_are_free_of_exp_and_gelu_models_are_not(name):
     for variant, free in ((name, True), (name.removesuffix("_relu"), False)):

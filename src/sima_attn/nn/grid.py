@@ -70,14 +70,15 @@ def follow_image_grid(model: nn.Module) -> list[RemovableHandle]:
 def _patch_convolution(model: nn.Module, path: str) -> nn.Conv2d | None:
     """The convolution whose map has the grid of the tokens of a module."""
     names = path.split(".")
-    for depth in reversed(range(len(names))):
-        around = model.get_submodule(".".join(names[:depth]))
-        embedding: Any = getattr(around, "patch_embed", None)
+    around = [model.get_submodule(".".join(names[:depth])) for depth in reversed(range(len(names)))]  # inside out
+    for parent in around:
+        embedding: Any = getattr(parent, "patch_embed", None)
         if isinstance(embedding, nn.Module):
             return next((m for m in reversed(list(embedding.modules())) if isinstance(m, nn.Conv2d)), None)
-        for inner in around.modules():
-            if isinstance(inner, nn.Conv2d) and inner.stride == inner.kernel_size != (1, 1):
-                return inner
+    for parent in around:
+        for module in parent.modules():
+            if isinstance(module, nn.Conv2d) and module.stride == module.kernel_size != (1, 1):
+                return module
     return None
 
 
