@@ -67,6 +67,6 @@ def linearize_command(
     if os.environ.get("RANK", "0") != "0":
         return
     print_table(block_table(done), title="relative error of each attention, given the teacher's input")
-    console.print(f"[bold]{summary_of(done)}[/bold]")
+    console.print(summary_of(done), style="bold")
     console.print(f"Run: {out} (weights.safetensors, report.md, features.png, learning_curve.png, rows as CSV)")
     say_next(after_linearize(out, done.metrics))

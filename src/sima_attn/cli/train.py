@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 from typer import Option
 
 from sima_attn import _errors
@@ -84,8 +84,8 @@ def say_finished(
     if os.environ.get("RANK", "0") != "0":
         return
     numbers = ", ".join(f"{name} {value:{form}}" for name, value in finished.metrics.items()) or "done"
-    console.print(f"[bold]{numbers}[/bold] after {finished.steps} steps, {finished.seconds:.0f} s")
-    teller()(f"Run: {folder} {what}")
+    console.print(Text.assemble((numbers, "bold"), f" after {finished.steps} steps, {finished.seconds:.0f} s"))
+    console.print(f"Run: {folder} {what}")
     say_next(commands(folder, finished.metrics))
 
 
@@ -167,7 +167,7 @@ def eval_command(
     if data is None and not trained.path:
         raise ValueError(f"{loaded.name} is a registered model: give the images to evaluate it on with --data")
     has_sima = any(hasattr(module, "token_ref") for module in loaded.model.modules())
-    say = teller()
+    say = console.print
     results = []
     for side in dict.fromkeys(size or [trained.size]):
         both = has_sima and side != trained.size
@@ -180,12 +180,12 @@ def eval_command(
         for r in results
     ]
     table = TextTable(["px", "token_ref", "top-1", "top-5", "loss", "images"], lines)
-    print_table(table, title=escape(f"{model or loaded.name} on {results[-1].place}"))
+    print_table(table, title=f"{model or loaded.name} on {results[-1].place}")
     if not loaded.trained:
         say(f"{loaded.name} has no trained weights: this is the accuracy of random ones")
     last = results[-1]
     if len(last.rows) <= MOST_SHOWN:
-        names = [escape(row.name) for row in last.rows]
+        names = [row.name for row in last.rows]
         counts = [[name, *map(str, line)] for name, line in zip(names, last.confusion.tolist(), strict=True)]
         print_table(TextTable(["true", *names], counts), "confusion matrix: rows are true classes, columns predictions")
     for name, other, count in last.most_confused():
