@@ -306,8 +306,8 @@ def _example(
     if "batch" in dynamic:
         B, axes[0] = 2, open_axis
     if "size" in dynamic:
-        # Neither square nor the size of the position embedding, so that the graph includes its resize.
-        step = max(16, _patch(model))
+        # Neither square nor the size of the position embedding, so that the graph includes its resize; whole patches.
+        step = -(-16 // _patch(model)) * _patch(model)
         height, width = height + step, width + 2 * step
         axes[2] = axes[3] = open_axis
     return _random_images(B, height, width), axes or None
