@@ -1,5 +1,7 @@
 """The paper's heat maps: laws of the map, its place on the image, and the files that are written."""
 
+import weakref
+
 import numpy as np
 import pytest
 import timm
@@ -214,6 +216,19 @@ def test_statistics_tell_sima_from_softmax_and_one_channel_from_many():
     assert all(1 / row.D <= row.largest_channel_share <= 1 for row in [*sima, *softmax])
     (alone,) = attention_statistics([read_attention(Stamp(), torch.rand(1, 3, 24, 40))], "one channel")
     assert alone.largest_channel_share == 1
+
+
+def test_statistics_keep_no_reading():
+    """The queries and keys of all layers of thousands of photos would not fit in memory."""
+    layers = []
+
+    def read(_):
+        assert sum(layer() is not None for layer in layers) <= 1
+        reading = read_attention(build("deit"), image())
+        layers.append(weakref.ref(reading.layers[0]))
+        return reading
+
+    assert attention_statistics(map(read, range(4)), "one by one")[0].images == 4
 
 
 @pytest.mark.parametrize("family", ["vit_classifier", "dinov2", "clip", "siglip", "CLIP", "Siglip"])

@@ -124,7 +124,7 @@ def statistics_command(
         for one in loaded:
             say = (lambda line: None) if rows else teller(progress.console)  # report broken photos once
             opened = open_photos(files, say=say, on_photo=lambda path: progress.advance(task))
-            readings = [one.read(photo, size) for _, photo in opened]
+            readings = (one.read(photo, size) for _, photo in opened)
             rows += attention_statistics(readings, unique_name(one.name, names))
     write_rows(out / "statistics.csv", rows)
     plot_statistics(rows, out / "statistics.png")
