@@ -224,6 +224,12 @@ def test_a_missing_extension_is_added(kind, given, written):
     assert seen == [Path(written), None]
 
 
+@pytest.mark.parametrize("command", ["explain effect photo.jpg --patch 1,1 --out", "eval --mistakes"])
+def test_a_picture_of_photos_is_a_png(command):
+    result = runner.invoke(cli.app, [*command.split(), "map.jpg"])
+    assert "the file must end in .png, got map.jpg" in str(result.exception)
+
+
 def test_a_folder_that_is_named_like_a_file_is_refused():
     result = runner.invoke(cli.app, ["explain", "statistics", "photo.jpg", "--out", "map.png"])
     assert "--out is a folder for this command, got map.png: omit the .png" in str(result.exception)

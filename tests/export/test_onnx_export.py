@@ -268,6 +268,7 @@ def test_halves_go_to_the_even_number():
         ({"input_size": SIZE, "dynamic": ("btach",)}, "unknown dynamic size 'btach'.* did you mean 'batch'"),
         ({"input_size": SIZE, "order": "vk"}, "unknown order 'vk'"),
         ({"input_size": SIZE, "labels": ["a", "b"]}, "2 labels for the 7 classes"),
+        ({"input_size": SIZE, "labels": []}, "0 labels for the 7 classes"),
         ({"input_size": SIZE, "preprocessing": True, "dynamic": ("batch",)}, "dynamic empty, got 64x64 and batch"),
     ],
 )

@@ -86,7 +86,7 @@ def effect_command(
     compare: Compare = None,
     layer: Annotated[int, Option(help="A number from 0, or from the end if negative.")] = -1,
     out: Annotated[
-        Path | None, option.file("png", "The picture.", show_default="runs/heatmaps/PHOTO_effect.png")
+        Path | None, option.file("png", "The picture.", only=True, show_default="runs/heatmaps/PHOTO_effect.png")
     ] = None,
     size: SizeOption = None,
     cell: Annotated[int, Option(help="Side in pixels of a picture.", min=80)] = 420,

@@ -140,7 +140,7 @@ def eval_command(
     ] = None,
     rows: Annotated[Path | None, option.file("csv", "CSV file with one row per size.")] = None,
     mistakes: Annotated[
-        Path | None, option.file("png", "PNG of the most confident mistakes, for the last size.")
+        Path | None, option.file("png", "PNG of the most confident mistakes, for the last size.", only=True)
     ] = None,
     figure: Annotated[
         Path | None, option.file("png", "Figure of the accuracy of each class, for the last size.")
@@ -157,8 +157,6 @@ def eval_command(
     from sima_attn.train.evaluate import evaluate
     from sima_attn.train.mistakes import draw_mistakes, plot_classes
 
-    if mistakes is not None and mistakes.suffix.lower() != ".png":
-        raise ValueError(f"--mistakes must be a file that ends in .png, got {mistakes}")
     if figure is not None:
         check_can_plot(figure)
     device = resolve_device(device)

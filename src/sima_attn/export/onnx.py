@@ -141,7 +141,7 @@ def export_onnx(
         prepare = Preprocessing.of_model(model, height)
     if preprocessing and prepare is None:
         raise ValueError(f"{name} does not say how images are normalized: pass prepare=Preprocessing(...)")
-    labels = labels or class_names(model)
+    labels = class_names(model) if labels is None else labels
 
     plain = _inference_copy(model)
     with torch.no_grad():
