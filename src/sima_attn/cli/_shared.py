@@ -25,6 +25,11 @@ def teller(where: Console) -> Callable[[str], None]:
     return partial(where.print, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
+def is_first_process() -> bool:
+    """Whether this is the first process of torchrun, which prints for all, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def note(text: str) -> None:
     """Print a warning on stderr."""
     Console(stderr=True).print(Text.assemble(("note:", "yellow"), f" {text}"))

@@ -1,6 +1,5 @@
 """`sima finetune`."""
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +9,7 @@ from typer import Option
 
 from sima_attn.cli import _options as option
 from sima_attn.cli._next import after_run, say_next
-from sima_attn.cli._shared import console
+from sima_attn.cli._shared import console, is_first_process
 from sima_attn.cli.train import check_installed
 
 app = typer.Typer()
@@ -61,7 +60,7 @@ def finetune_command(
         resume=resume,
         device=device,
     )
-    if os.environ.get("RANK", "0") != "0":
+    if not is_first_process():
         return
     numbers = ", ".join(f"{name} {value:.4g}" for name, value in done.metrics.items())
     when = f"after epoch {done.epoch:g}" if done.epoch else "at the start, which no epoch has improved"

@@ -1,6 +1,5 @@
 """`sima train`, `sima eval` and `sima recipes`."""
 
-import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from sima_attn._devices import resolve_device
 from sima_attn._settings import with_overrides
 from sima_attn.cli import _options as option
 from sima_attn.cli._next import Command, after_eval, after_run, say_next
-from sima_attn.cli._shared import console, print_recipes, print_table, teller
+from sima_attn.cli._shared import console, is_first_process, print_recipes, print_table, teller
 from sima_attn.report.figures import check_can_plot
 from sima_attn.report.rows import processor_name, write_rows
 from sima_attn.report.tables import TextTable
@@ -68,7 +67,7 @@ def resolved(
         base = RunFolder(folder).read_recipe(type(base))
     elif recipe is None and choose is not None and (data := with_overrides(base, given).data).path != base.data.path:
         base, notes = choose(data)
-        for line in notes if os.environ.get("RANK", "0") == "0" else []:
+        for line in notes if is_first_process() else []:
             teller(Console(stderr=True))(line)
     return with_overrides(base, given)
 
@@ -81,7 +80,7 @@ def say_finished(
     commands: Callable[[Path, Mapping[str, float]], list[Command]] = after_run,
 ) -> None:
     """Print the summary of a run and the commands that lead on, in the first process of torchrun only."""
-    if os.environ.get("RANK", "0") != "0":
+    if not is_first_process():
         return
     numbers = ", ".join(f"{name} {value:{form}}" for name, value in finished.metrics.items()) or "done"
     console.print(Text.assemble((numbers, "bold"), f" after {finished.steps} steps, {finished.seconds:.0f} s"))
