@@ -136,6 +136,13 @@ def test_a_dynamic_file_is_right_at_sizes_it_was_not_made_at(tmp_path, build):
         assert torch.allclose(run(tmp_path / "m.onnx", x), model(x), atol=1e-4), shape
 
 
+def test_images_may_have_other_channels_than_rgb(tmp_path):
+    model, x = deit(in_chans=4).eval(), images(1, 4, SIZE, SIZE)
+    report = export_onnx(model, tmp_path / "m.onnx", input_size=SIZE)
+    assert report.inputs == "images 1x4x64x64"
+    assert torch.allclose(run(tmp_path / "m.onnx", x), model(x), atol=1e-5)
+
+
 def test_a_dynamic_file_of_a_model_that_takes_whole_patches_only(tmp_path):
     """A patch of 14, as in DINOv2, does not divide 16."""
     small = {"depth": 1, "embed_dim": 32, "num_heads": 2, "num_classes": 3}
