@@ -16,7 +16,7 @@ from sima_attn.explain.effects import attention_statistics, effect_scores
 from sima_attn.explain.maps import spread, unit_range
 from sima_attn.explain.photo_model import load_photo_model, photo_model
 from sima_attn.models import loading
-from sima_attn.nn import SimAttention
+from sima_attn.nn import ATTENTIONS, SimAttention
 
 
 @pytest.mark.parametrize("size", [(32, 48), (29, 61), (64, 16)])
@@ -203,6 +203,16 @@ def test_an_effect_is_a_signed_row_of_the_matrix():
     assert (effect(build("deit, softmax"), image(32, 32), patch=(0, 0)) >= 0).all()
     with pytest.raises(ValueError, match=r"from \(0, 0\) to \(3, 3\), got \(4, 0\)"):
         effect(model, image(32, 32), patch=(4, 0))
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_an_effect_is_shown_of_every_attention_with_a_matrix_of_tokens(attention):
+    model = deit(attention=attention, class_token=False, global_pool="avg", img_size=32)
+    if attention == "xca":
+        with pytest.raises(ValueError, match="its matrix is of channels"):
+            effect(model, image(32, 32), patch=(2, 3))
+    else:
+        assert np.abs(effect(model, image(32, 32), patch=(2, 3))).max() == 1
 
 
 def test_statistics_tell_sima_from_softmax_and_one_channel_from_many():
