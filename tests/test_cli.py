@@ -26,10 +26,14 @@ from sima_attn._install import install_command
 from sima_attn.bench import cpu, demo, edge
 from sima_attn.cli import _options as option
 from sima_attn.cli import doctor
+from sima_attn.cli._shared import console, note, print_table, progress_bar
+from sima_attn.cli.classify import print_answer
+from sima_attn.explain.answer import Answer
 from sima_attn.models.names import takes_attention
 from sima_attn.nn import ATTENTIONS
 from sima_attn.ops import api
 from sima_attn.report.figures import check_can_plot
+from sima_attn.report.tables import TextTable
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 runner = CliRunner()
@@ -220,6 +224,12 @@ def test_a_missing_extension_is_added(kind, given, written):
     assert seen == [Path(written), None]
 
 
+@pytest.mark.parametrize("command", ["explain effect photo.jpg --patch 1,1 --out", "eval --mistakes"])
+def test_a_picture_of_photos_is_a_png(command):
+    result = runner.invoke(cli.app, [*command.split(), "map.jpg"])
+    assert "the file must end in .png, got map.jpg" in str(result.exception)
+
+
 def test_a_folder_that_is_named_like_a_file_is_refused():
     result = runner.invoke(cli.app, ["explain", "statistics", "photo.jpg", "--out", "map.png"])
     assert "--out is a folder for this command, got map.png: omit the .png" in str(result.exception)
@@ -240,6 +250,20 @@ def test_the_map_of_one_photo_is_a_file_and_those_of_several_are_in_a_folder(tmp
         ((photo, "--out", photo), "--out would overwrite the photo"),
     ):
         assert why in str(runner.invoke(cli.app, ["heatmap", *arguments]).exception)
+
+
+def test_names_with_brackets_are_printed_as_they_are(capsys):
+    """As markup, [edited] would disappear, and [/x] would be an error."""
+    name = "IMG [edited][/x] :cat:.jpg"
+    console.print(f"Written: {name}")
+    note(name)
+    print_table(TextTable([f"{name} heading"], [[f"{name} cell"]]), title=f"{name} title", caption=f"{name} caption")
+    print_answer(f"{name} photo", Answer([(f"{name} class", 0.5)], unsure=True))
+    with progress_bar() as bar:
+        bar.add_task(f"{name} task")
+    output = "".join(capsys.readouterr())
+    for what in ("", " heading", " cell", " title", " caption", " photo", " class", " task"):
+        assert name + what in output
 
 
 def test_no_path_of_the_clone_is_built_into_the_package():

@@ -1,5 +1,7 @@
 """The paper's heat maps: laws of the map, its place on the image, and the files that are written."""
 
+import weakref
+
 import numpy as np
 import pytest
 import timm
@@ -14,7 +16,7 @@ from sima_attn.explain.effects import attention_statistics, effect_scores
 from sima_attn.explain.maps import spread, unit_range
 from sima_attn.explain.photo_model import load_photo_model, photo_model
 from sima_attn.models import loading
-from sima_attn.nn import SimAttention
+from sima_attn.nn import ATTENTIONS, SimAttention
 
 
 @pytest.mark.parametrize("size", [(32, 48), (29, 61), (64, 16)])
@@ -203,6 +205,16 @@ def test_an_effect_is_a_signed_row_of_the_matrix():
         effect(model, image(32, 32), patch=(4, 0))
 
 
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_an_effect_is_shown_of_every_attention_with_a_matrix_of_tokens(attention):
+    model = deit(attention=attention, class_token=False, global_pool="avg", img_size=32)
+    if attention == "xca":
+        with pytest.raises(ValueError, match="its matrix is of channels"):
+            effect(model, image(32, 32), patch=(2, 3))
+    else:
+        assert np.abs(effect(model, image(32, 32), patch=(2, 3))).max() == 1
+
+
 def test_statistics_tell_sima_from_softmax_and_one_channel_from_many():
     sima, softmax = (
         attention_statistics([read_attention(build(name), image(batch=2))] * 2, name)
@@ -214,6 +226,19 @@ def test_statistics_tell_sima_from_softmax_and_one_channel_from_many():
     assert all(1 / row.D <= row.largest_channel_share <= 1 for row in [*sima, *softmax])
     (alone,) = attention_statistics([read_attention(Stamp(), torch.rand(1, 3, 24, 40))], "one channel")
     assert alone.largest_channel_share == 1
+
+
+def test_statistics_keep_no_reading():
+    """The queries and keys of all layers of thousands of photos would not fit in memory."""
+    layers = []
+
+    def read(_):
+        assert sum(layer() is not None for layer in layers) <= 1
+        reading = read_attention(build("deit"), image())
+        layers.append(weakref.ref(reading.layers[0]))
+        return reading
+
+    assert attention_statistics(map(read, range(4)), "one by one")[0].images == 4
 
 
 @pytest.mark.parametrize("family", ["vit_classifier", "dinov2", "clip", "siglip", "CLIP", "Siglip"])

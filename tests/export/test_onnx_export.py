@@ -144,6 +144,22 @@ def test_a_dynamic_file_is_right_at_sizes_it_was_not_made_at(tmp_path, build):
         assert torch.allclose(run(tmp_path / "m.onnx", x), model(x), atol=1e-4), shape
 
 
+def test_images_may_have_other_channels_than_rgb(tmp_path):
+    model, x = deit(in_chans=4).eval(), images(1, 4, SIZE, SIZE)
+    report = export_onnx(model, tmp_path / "m.onnx", input_size=SIZE)
+    assert report.inputs == "images 1x4x64x64"
+    assert torch.allclose(run(tmp_path / "m.onnx", x), model(x), atol=1e-5)
+
+
+def test_a_dynamic_file_of_a_model_that_takes_whole_patches_only(tmp_path):
+    """A patch of 14, as in DINOv2, does not divide 16."""
+    small = {"depth": 1, "embed_dim": 32, "num_heads": 2, "num_classes": 3}
+    model = timm.create_model("vit_tiny_patch16_224", patch_size=14, img_size=42, dynamic_img_size=True, **small)
+    export_onnx(model, tmp_path / "m.onnx", input_size=42, dynamic=("size",))
+    x = images(1, 3, 70, 56)
+    assert torch.allclose(run(tmp_path / "m.onnx", x), model.eval()(x), atol=1e-4)
+
+
 def test_position_embeddings_of_another_size_are_folded_into_constants(tmp_path):
     model = deit(img_size=224)
     nn.init.normal_(model.pos_embed)
@@ -267,6 +283,7 @@ def test_halves_go_to_the_even_number():
         ({"input_size": SIZE, "dynamic": ("btach",)}, "unknown dynamic size 'btach'.* did you mean 'batch'"),
         ({"input_size": SIZE, "order": "vk"}, "unknown order 'vk'"),
         ({"input_size": SIZE, "labels": ["a", "b"]}, "2 labels for the 7 classes"),
+        ({"input_size": SIZE, "labels": []}, "0 labels for the 7 classes"),
         ({"input_size": SIZE, "preprocessing": True, "dynamic": ("batch",)}, "dynamic empty, got 64x64 and batch"),
     ],
 )

@@ -12,15 +12,14 @@ import torch
 import sima_attn  # noqa: F401  registers the models
 from sima_attn.auditing import audit
 from sima_attn.data.loader import evaluation_transform
+from sima_attn.export.int8_graph import convert_linear_to_gemm, quantized_graph
 from sima_attn.export.onnx import export_onnx
 from sima_attn.export.quantize import (
     FileRow,
     Images,
-    convert_linear_to_gemm,
     open_images,
     quantize_onnx,
     quantize_table,
-    quantized_graph,
 )
 from sima_attn.export.runtimes import OnnxRuntime, installed_runtimes, open_model, read_metadata
 from sima_attn.models.preprocessing import Preprocessing

@@ -41,6 +41,15 @@ def test_a_converted_timm_model_comes_back(attention, tmp_path):
     assert_same(model, load(tmp_path / "saved"))
 
 
+def test_images_may_have_other_channels_than_rgb(tmp_path):
+    model = vit(in_chans=4)
+    convert(model, "sima")
+    set_token_ref(model, 32)
+    save(model, tmp_path, model_kwargs={**DEPTH, "in_chans": 4})
+    images = torch.randn(2, 4, 32, 32)
+    assert torch.equal(load(tmp_path)(images), model(images))
+
+
 def test_a_part_may_be_converted_with_options(tmp_path):
     model = vit()
     convert(model, "sima", where=lambda path, module: path.startswith("blocks.1."), token_ref=9)

@@ -162,6 +162,8 @@ PROCESSORS = {
     "SigLIP": transformers.SiglipImageProcessor(size={"height": 48, "width": 48}),
     "CLIP": transformers.CLIPImageProcessor(size={"shortest_edge": 64}, crop_size={"height": 48, "width": 48}),
     "DINOv2": transformers.BitImageProcessor(size={"shortest_edge": 50}, crop_size={"height": 42, "width": 42}),
+    "CvT": transformers.ConvNextImageProcessor(size={"shortest_edge": 48}, crop_pct=0.875),
+    "CvT, large": transformers.ConvNextImageProcessor(size={"shortest_edge": 384}),
     "no mean": transformers.ViTImageProcessor(size={"height": 48, "width": 48}, do_normalize=False),
     "another scale": transformers.ViTImageProcessor(size={"height": 48, "width": 48}, rescale_factor=1 / 128),
     "bytes": transformers.ViTImageProcessor(size={"height": 48, "width": 48}, do_rescale=False, image_mean=[9.0] * 3),

@@ -4,11 +4,10 @@ import pytest
 import timm
 import torch
 from timm.models.cait import ClassAttn
-from torch.utils.flop_counter import FlopCounterMode
 
 from closeness import assert_close
 from sima_attn.nn import SimClassAttention, SimCrossAttention
-from sima_attn.ops import AttentionShape, ExpCounter, sima_reference
+from sima_attn.ops import ExpCounter, sima_reference
 
 
 def test_class_attention_is_the_first_row_of_sima_over_all_tokens():
@@ -52,16 +51,10 @@ def test_class_attention_survives_dead_channels_in_every_dtype(dtype):
     assert out.isfinite().all()
 
 
-def test_class_attention_drops_entries_and_counts_itself():
+def test_class_attention_drops_entries():
     module = SimClassAttention(12, 3, attn_drop=0.5)
     x = torch.randn(2, 7, 12)
     assert not torch.equal(module(x), module(x))
-    q, k, v = torch.randn(3, 2, 3, 7, 4)
-    with FlopCounterMode(display=False) as flops:
-        module.core(q, k, v)
-    cost = module.cost(AttentionShape(B=2, H=3, N=7, D=4))
-    assert 2 * cost.macs == flops.get_total_flops()
-    assert cost.exps == 0
 
 
 def test_class_attention_gradients_reach_every_query():

@@ -1,5 +1,6 @@
 """What every attention of the registry must do. A new line in the registry is tested by this file as it is."""
 
+import pickle
 import re
 
 import pytest
@@ -283,3 +284,6 @@ def test_a_configured_class_is_a_class_with_its_options_fixed():
     assert issubclass(cls, ATTENTIONS["sima"])
     assert (cls.__name__, module.token_ref, module.norm_over_tokens) == ("SimAttention", 9.0, "l2")
     assert attention_class("sima") is ATTENTIONS["sima"]
+    assert type(module) is ATTENTIONS["sima"]
+    assert pickle.loads(pickle.dumps(module)).token_ref == 9.0
+    assert cls(8, num_heads=2, token_ref=4.0).token_ref == 4.0

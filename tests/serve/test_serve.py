@@ -160,6 +160,13 @@ def test_a_softmax_model_is_timed_against_its_conversion(monkeypatch):
     assert analyzer.times(Image.new("RGB", (40, 40)), 32).sima_ms > 0
 
 
+def test_a_model_with_other_attentions_is_not_timed():
+    """Only the class attention of this one could be converted: both columns would be times of XCA."""
+    model = timm.create_model("sima_xcit_nano_12_p16_224", depth=1, attention="xca")
+    with pytest.raises(Refusal, match="XCA cannot be converted to SimA, so there is nothing to compare"):
+        Analyzer(photo_model(model, size=32, name="XCA"), LIMITS).times(Image.new("RGB", (40, 40)), 32)
+
+
 def test_a_model_without_attention_is_refused_before_the_server_starts():
     subject = photo_model(timm.create_model("resnet18", num_classes=5), size=32)
     with pytest.raises(ValueError, match="no self-attention of this ResNet can be read"):

@@ -48,7 +48,7 @@ def audit(model: nn.Module | str | Path, input_size: InputSize | None = None) ->
 
     A module runs twice on one input, in eval mode without autograd, and is left as it was: once with softmax
     attention in plain products, which gives MACs and exp-like calls by module, and once as usual, which gives
-    the memory. An ONNX file is read, not run: see `export.audit_onnx`.
+    the memory. An ONNX file is read, not run: see `auditing.onnx`.
 
     A call is "in attention" by the classes of the modules around it, the innermost first. A class is an attention
     if its name, or that of a base class, contains "attn" or "attention", or is timm's XCA: so are all of ours,

@@ -186,8 +186,8 @@ def _make_files(
     import timm
     import torch
 
+    from sima_attn.export.int8_graph import quantized_graph
     from sima_attn.export.onnx import export_onnx
-    from sima_attn.export.quantize import quantized_graph
 
     files = {}
     for variant, (called, name, own_options) in FAMILIES[family].variants.items():

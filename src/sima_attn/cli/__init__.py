@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 from typer import Option
 from typer.core import TyperGroup
 
@@ -114,6 +114,5 @@ def main() -> None:
     except (ValueError, OSError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and type(error).__name__ != "OutOfMemoryError":  # of torch
             raise
-        # Escaped: 'sima-attn[plots]' is no markup.
-        Console(stderr=True).print(f"[bold red]error:[/bold red] {escape(str(error))}", highlight=False, soft_wrap=True)
+        Console(stderr=True).print(Text.assemble(("error:", "bold red"), f" {error}"), soft_wrap=True)
         sys.exit(2)

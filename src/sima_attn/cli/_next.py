@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from sima_attn.cli._shared import teller
+from sima_attn.cli._shared import console
 
 Command = list[str | Path]
 
@@ -15,7 +15,7 @@ Command = list[str | Path]
 def say_next(commands: list[Command]) -> None:
     """Print the commands, quoted for the shell; nothing for none."""
     for number, command in enumerate(commands):
-        teller()(f"{'      ' if number else 'Next: '}{shlex.join(['sima', *map(str, command)])}")
+        console.print(f"{'      ' if number else 'Next: '}{shlex.join(['sima', *map(str, command)])}")
 
 
 def after_run(folder: Path, metrics: Mapping[str, float]) -> list[Command]:

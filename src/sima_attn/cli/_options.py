@@ -19,10 +19,12 @@ BENCH_FOLDER = Path("runs/bench")
 EXTENSIONS = (".csv", ".onnx", *FIGURES)
 
 
-def file(kind: str, help: str, *names: str, **options: Any) -> Any:
-    """An option for a file: "csv", "png" or "onnx"."""
+def file(kind: str, help: str, *names: str, only: bool = False, **options: Any) -> Any:
+    """An option for a file: "csv", "png" or "onnx"; with `only`, another extension is an error."""
 
     def with_extension(path: Path | None) -> Path | None:
+        if only and path is not None and path.suffix.lower() not in ("", f".{kind}"):
+            raise ValueError(f"the file must end in .{kind}, got {path}: omit {path.suffix} or use .{kind}")
         return path if path is None or path.suffix else path.with_suffix(f".{kind}")
 
     return Option(*names, metavar="FILE", help=help, dir_okay=False, callback=with_extension, **options)

@@ -6,32 +6,39 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
     from sima_attn.report.tables import TextTable
 
 # A table needs its width even where the output is not a terminal. COLUMNS says another one, as it does for rich.
 _WIDTH = None if Console().is_terminal or "COLUMNS" in os.environ else 120
-console = Console(width=_WIDTH, highlight=False, soft_wrap=True)
+# Text is printed as it is, in tables too, because the names of files and classes may contain [brackets]. A line that is
+# partly bold or coloured is a `Text`.
+console = Console(width=_WIDTH, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
-def teller(where: Console = console) -> Callable[[str], None]:
-    """A function that prints a line as it is: file names are not markup."""
-    return partial(where.print, markup=False, highlight=False, soft_wrap=True)
+def teller(where: Console) -> Callable[[str], None]:
+    """A function that prints a line as it is on another console, such as stderr or that of a progress bar."""
+    return partial(where.print, markup=False, emoji=False, highlight=False, soft_wrap=True)
+
+
+def is_first_process() -> bool:
+    """Whether this is the first process of torchrun, which prints for all, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def note(text: str) -> None:
     """Print a warning on stderr."""
-    Console(stderr=True).print(f"[yellow]note:[/yellow] {escape(text)}", highlight=False)
+    Console(stderr=True).print(Text.assemble(("note:", "yellow"), f" {text}"))
 
 
 def progress_bar() -> Progress:
     """Description, bar, count and time, on stderr."""
-    columns = (TextColumn("[bold]{task.description:<40}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True))
+    what = TextColumn("{task.description:<40}", style="bold", markup=False)
+    return Progress(what, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=Console(stderr=True))
 
 
 def step_callback(bar: Progress, what: str) -> Callable[[int, int], None]:
@@ -53,4 +60,4 @@ def print_table(text: "TextTable", title: str, caption: str | None = None) -> No
 def print_recipes(recipes: Mapping[str, Callable[[], object]]) -> None:
     """Names of recipes, and the first line of their docstrings."""
     for name, make in recipes.items():
-        console.print(f"  [bold]{name:<18}[/bold]{(make.__doc__ or '').strip().splitlines()[0]}")
+        console.print(Text.assemble((f"  {name:<18}", "bold"), (make.__doc__ or "").strip().splitlines()[0]))

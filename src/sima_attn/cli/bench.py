@@ -59,7 +59,7 @@ def bench_cpu_command(
     from sima_attn.bench.tables import cpu_table
 
     if compiled and not can_compile():
-        console.print("[yellow]No C++ compiler was found: torch.compile is skipped.[/yellow]")
+        console.print("No C++ compiler was found: torch.compile is skipped.", style="yellow")
         compiled = False
 
     def groups(show: Callable[[str], None]) -> Iterable[list[Any]]:
@@ -180,7 +180,7 @@ def bench_edge_command(
     check_installed()
     check_can_plot()
     if is_busy():
-        console.print("[yellow]This machine is busy: times will be too long, and ratios may be wrong.[/yellow]")
+        console.print("This machine is busy: times will be too long, and ratios may be wrong.", style="yellow")
     names = model or list(FAMILIES)
     for name in names:
         check_known("family", name, FAMILIES)

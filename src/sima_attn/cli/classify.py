@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
+from rich.text import Text
 from typer import Argument, Option
 
 from sima_attn._devices import resolve_device
@@ -45,7 +45,7 @@ def classify_command(
     loaded = load_classifier(model, data, device)
     if classes:
         for name in loaded.class_names():
-            console.print(name, markup=False)
+            console.print(name)
         return
     if not loaded.trained:
         raise ValueError(
@@ -55,7 +55,7 @@ def classify_command(
     from sima_attn.explain.photo_model import PhotoModel
 
     classified = []
-    for path, photo in open_photos(files, say=teller()):
+    for path, photo in open_photos(files, say=console.print):
         print_answer(path.name, classify(loaded, photo, top))
         classified.append(path)
     if PhotoModel(**vars(loaded)).has_maps:
@@ -79,16 +79,12 @@ def load_classifier(model: str | None, data: str | None, device: str) -> LoadedM
 
 def print_answer(title: str, answer: Answer) -> None:
     """Print the classes of a photo with bars."""
-    doubt = (
-        "  [yellow]unsure: maybe none of the classes that it knows (--classes lists them)[/yellow]"
-        if answer.unsure
-        else ""
-    )
-    console.print(f"[bold]{escape(title)}[/bold]{doubt}")
+    doubt = "  unsure: maybe none of the classes that it knows (--classes lists them)" if answer.unsure else ""
+    console.print(Text.assemble((title, "bold"), (doubt, "yellow")))
     width = max(len(name) for name, _ in answer.classes)
     for name, likely in answer.classes:
         bar = "█" * round(BAR * likely)
-        console.print(f"  {escape(name):<{width}}  {100 * likely:5.1f} %  [green]{bar}[/green]")
+        console.print(Text.assemble(f"  {name:<{width}}  {100 * likely:5.1f} %  ", (bar, "green")))
 
 
 @app.command("ship")
@@ -124,7 +120,7 @@ def ship_command(
     check_same_model(loaded.model, name or recipe.model.name, settings["model"], recipe.data.size)
     where = Path(data or recipe.data.path)
     with Console(stderr=True).status("evaluating"):
-        result = evaluate(loaded, data or recipe.data.path, device=device, say=teller())
+        result = evaluate(loaded, data or recipe.data.path, device=device, say=console.print)
     settings["data"]["path"] = where.name  # not the path on this machine
     card = Card(
         classes=loaded.classes or [],

@@ -9,7 +9,7 @@ from typer import Option
 
 from sima_attn._install import install_command
 from sima_attn.cli import _options as option
-from sima_attn.cli._shared import console, print_table, teller
+from sima_attn.cli._shared import console, print_table
 from sima_attn.report.figures import check_can_plot
 from sima_attn.report.rows import write_rows
 
@@ -76,7 +76,7 @@ def show_photos(out: Path) -> None:
     from sima_attn.explain.photo_model import load_photo_model
 
     if find_spec("skimage") is None:
-        teller()(f"The photos need scikit-image, which is not installed: {install_command('data')}")
+        console.print(f"The photos need scikit-image, which is not installed: {install_command('data')}")
         return
     from skimage import data
 

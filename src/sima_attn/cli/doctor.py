@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 from typer import Option
 
 from sima_attn._errors import first_line
 from sima_attn._install import install_command
 from sima_attn._version import __version__
-from sima_attn.cli._shared import console, teller
+from sima_attn.cli._shared import console
 from sima_attn.report.rows import cpu_name
 
 if TYPE_CHECKING:
@@ -315,9 +315,10 @@ def show(findings: Findings) -> None:
     """Print the findings as tables, then the problems."""
     cpu = findings.cpu
     console.print(
-        f"[bold]sima-attn {findings.sima_attn}[/bold], Python {findings.python}, {findings.system}\n"
-        f"CPU: {cpu['name']}, {cpu['cores']} cores, torch uses {cpu['threads']} threads\n"
-        f"GPU: {findings.cuda}"
+        Text.assemble((f"sima-attn {findings.sima_attn}", "bold"), f", Python {findings.python}, {findings.system}")
+    )
+    console.print(
+        f"CPU: {cpu['name']}, {cpu['cores']} cores, torch uses {cpu['threads']} threads\nGPU: {findings.cuda}"
     )
 
     def errors(check: Check) -> list[str]:
@@ -331,7 +332,7 @@ def show(findings: Findings) -> None:
         )
     _print_table("Packages", ["extra", "for", "installed"], _by_extra(findings.packages))
     for extra in sorted({extra for p in findings.packages if p.verdict == "missing" for extra in p.extras}):
-        teller()(f"Missing packages of {extra or 'sima-attn'}: {how_to_install([extra])}")
+        console.print(f"Missing packages of {extra or 'sima-attn'}: {how_to_install([extra])}")
     _print_table(
         "sima_attention against the paper's equations in float64",
         ["device", "backend", "dtype", "error", "of gradients", "verdict"],
@@ -341,11 +342,11 @@ def show(findings: Findings) -> None:
         ],
     )
     for name, about in findings.weights.items():
-        console.print(f"Weights: {escape(f'{name}, {about}')}")
+        console.print(f"Weights: {name}, {about}")
     for problem in findings.problems:
-        console.print(f"[bold red]Problem:[/bold red] {escape(problem)}")
+        console.print(Text.assemble(("Problem:", "bold red"), f" {problem}"))
     if not findings.problems:
-        console.print("[bold green]All checks passed.[/bold green]")
+        console.print("All checks passed.", style="bold green")
 
 
 def _by_extra(packages: list[Package]) -> list[list[str]]:
@@ -366,5 +367,5 @@ def _print_table(title: str, header: list[str], lines: list[list[str]]) -> None:
     for heading in header:
         table.add_column(heading, overflow="fold")
     for line in lines:
-        table.add_row(*(escape(cell) for cell in line))
+        table.add_row(*line)
     console.print(table, soft_wrap=False)

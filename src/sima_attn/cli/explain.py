@@ -86,7 +86,7 @@ def effect_command(
     compare: Compare = None,
     layer: Annotated[int, Option(help="A number from 0, or from the end if negative.")] = -1,
     out: Annotated[
-        Path | None, option.file("png", "The picture.", show_default="runs/heatmaps/PHOTO_effect.png")
+        Path | None, option.file("png", "The picture.", only=True, show_default="runs/heatmaps/PHOTO_effect.png")
     ] = None,
     size: SizeOption = None,
     cell: Annotated[int, Option(help="Side in pixels of a picture.", min=80)] = 420,
@@ -124,7 +124,7 @@ def statistics_command(
         for one in loaded:
             say = (lambda line: None) if rows else teller(progress.console)  # report broken photos once
             opened = open_photos(files, say=say, on_photo=lambda path: progress.advance(task))
-            readings = [one.read(photo, size) for _, photo in opened]
+            readings = (one.read(photo, size) for _, photo in opened)
             rows += attention_statistics(readings, unique_name(one.name, names))
     write_rows(out / "statistics.csv", rows)
     plot_statistics(rows, out / "statistics.png")

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from typer import Option
 
 from sima_attn.cli import _options as option
 from sima_attn.cli._next import after_detector_eval, after_export, after_quantize, say_next
-from sima_attn.cli._shared import console, print_table, progress_bar, teller
+from sima_attn.cli._shared import console, print_table, progress_bar
 from sima_attn.data.images import find_photos, open_photos
 from sima_attn.report.rows import read_rows, write_rows
 
@@ -74,19 +75,19 @@ def export_command(
     used = weights or (model if model and Path(model).exists() else None)
     for fact in [*facts, f"weights: {used or ('pretrained' if loaded.trained else 'random')}"]:
         console.print(fact)
-    console.print(f"[bold]{last}[/bold]")
+    console.print(last, style="bold")
     say_next(after_export(report.path, loaded.about))
 
 
 def _export_detector(run: str, out: Path, size: int | None, data: Path | None, others: list[str]) -> None:
     if others:
         raise ValueError(f"{run} is a detector, whose export takes --size and --data only, got {', '.join(others)}")
-    with Console(stderr=True).status(f"exporting {run}"):
+    with Console(stderr=True).status(escape(f"exporting {run}")):
         from sima_attn.detect.weights import load_detector
         from sima_attn.export.detector import export_detector, images_of_run
 
         loaded = load_detector(run)
-        photos = [photo for _, photo in open_photos(find_photos([data]), say=teller())] if data else None
+        photos = [photo for _, photo in open_photos(find_photos([data]), say=console.print)] if data else None
         report = export_detector(
             loaded.model,
             out,
@@ -188,5 +189,5 @@ def _read_images(folder: Path, prepare: "Preprocessing", raw: bool) -> Any:
     from sima_attn.data.loader import evaluation_transform
 
     transform = evaluation_transform(prepare)
-    photos = open_photos(find_photos([folder]), say=teller())
+    photos = open_photos(find_photos([folder]), say=console.print)
     return [np.asarray(photo) if raw else transform(photo).numpy() for _, photo in photos]

@@ -1,15 +1,15 @@
 """`sima finetune`."""
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.text import Text
 from typer import Option
 
 from sima_attn.cli import _options as option
 from sima_attn.cli._next import after_run, say_next
-from sima_attn.cli._shared import console, teller
+from sima_attn.cli._shared import console, is_first_process
 from sima_attn.cli.train import check_installed
 
 app = typer.Typer()
@@ -60,10 +60,10 @@ def finetune_command(
         resume=resume,
         device=device,
     )
-    if os.environ.get("RANK", "0") != "0":
+    if not is_first_process():
         return
     numbers = ", ".join(f"{name} {value:.4g}" for name, value in done.metrics.items())
     when = f"after epoch {done.epoch:g}" if done.epoch else "at the start, which no epoch has improved"
-    console.print(f"[bold]{numbers}[/bold] {when}; {done.summary.seconds:.0f} s")
-    teller()(f"Run: {out} (these weights, eval.csv, learning_curve.png)")
+    console.print(Text.assemble((numbers, "bold"), f" {when}; {done.summary.seconds:.0f} s"))
+    console.print(f"Run: {out} (these weights, eval.csv, learning_curve.png)")
     say_next(after_run(out, done.metrics))

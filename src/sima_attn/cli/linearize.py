@@ -1,6 +1,5 @@
 """`sima linearize`."""
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +8,7 @@ from typer import Option
 
 from sima_attn.cli import _options as option
 from sima_attn.cli._next import after_linearize, say_next
-from sima_attn.cli._shared import console, print_table
+from sima_attn.cli._shared import console, is_first_process, print_table
 from sima_attn.cli.train import check_installed
 
 app = typer.Typer()
@@ -64,9 +63,9 @@ def linearize_command(
         resume=resume,
         device=device,
     )
-    if os.environ.get("RANK", "0") != "0":
+    if not is_first_process():
         return
     print_table(block_table(done), title="relative error of each attention, given the teacher's input")
-    console.print(f"[bold]{summary_of(done)}[/bold]")
+    console.print(summary_of(done), style="bold")
     console.print(f"Run: {out} (weights.safetensors, report.md, features.png, learning_curve.png, rows as CSV)")
     say_next(after_linearize(out, done.metrics))

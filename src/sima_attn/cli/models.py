@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from typer import Argument, Option
 
 from sima_attn._errors import check_known
@@ -86,16 +87,16 @@ def audit_command(
     fail_on_exp: Annotated[bool, Option("--fail-on-exp", help="Exit with 1 if a call is exp-like.")] = False,
 ) -> None:
     """Count a model's parameters, MACs and memory, and every exp-like call in it."""
-    with Console(stderr=True).status(f"auditing {model or 'the model in the package'}"):
+    with Console(stderr=True).status(escape(f"auditing {model or 'the model in the package'}")):
         from sima_attn.auditing.model import audit_named
         from sima_attn.models.loading import DEFAULT
 
         report = audit_named(model or DEFAULT, size)
-    console.print(f"[bold]{report.name}[/bold]")
+    console.print(report.name, style="bold")
     for fact in report.facts().split("; "):
         console.print(f"  {fact}")
     if report.calls:
         print_table(report.table(by_module), title=f"exp-like calls in {report.name}")
-    console.print(f"[bold]{report.summary()}[/bold]")
+    console.print(report.summary(), style="bold")
     if fail_on_exp and not report.is_exp_free:
         raise typer.Exit(1)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.text import Text
 from typer import Option
 
 from sima_attn._devices import resolve_device
@@ -167,10 +168,9 @@ def linear_command(
         on_step = step_callback(bar, "linear classifier")
         result = train_linear(train, val, probe, device=device, seed=seed, on_step=on_step)
     width = train.values.shape[1]
-    console.print(
-        f"[bold]top-1 {result.top1:.2f}, top-5 {result.top5:.2f}[/bold] of {len(val.values)} images: linear on {width} "
-        f"channels of {model}, {probe.epochs} epochs, lr {probe.lr:g}, batch {probe.batch}"
-    )
+    how = f"{width} channels of {model}, {probe.epochs} epochs, lr {probe.lr:g}, batch {probe.batch}"
+    accuracy = (f"top-1 {result.top1:.2f}, top-5 {result.top5:.2f}", "bold")
+    console.print(Text.assemble(accuracy, f" of {len(val.values)} images: linear on {how}"))
     if out is not None:
         write_rows(out, result.rows)
         console.print(f"Rows: {out}")
@@ -196,10 +196,10 @@ def extract_splits(
     if not path:
         raise ValueError(f"{name} is a registered model: give the images with --data")
     if not backbone.trained:
-        teller()(f"{name} has no trained weights: these are the features of random ones")
+        console.print(f"{name} has no trained weights: these are the features of random ones")
     trained_on = backbone.data
     if trained_on.val is None and (held_out := default_val(path)):
-        teller()(f"{path} has no val images: {held_out:.0%} of each class are held out")
+        console.print(f"{path} has no val images: {held_out:.0%} of each class are held out")
         trained_on = replace(trained_on, val=held_out)
     sources = [open_trained_split(trained_on, split, path) for split in ("train", "val")]
     check_same_classes(*sources)

@@ -1,6 +1,5 @@
 """`sima train`, `sima eval` and `sima recipes`."""
 
-import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 from typer import Option
 
 from sima_attn import _errors
@@ -16,7 +15,7 @@ from sima_attn._devices import resolve_device
 from sima_attn._settings import with_overrides
 from sima_attn.cli import _options as option
 from sima_attn.cli._next import Command, after_eval, after_run, say_next
-from sima_attn.cli._shared import console, print_recipes, print_table, teller
+from sima_attn.cli._shared import console, is_first_process, print_recipes, print_table, teller
 from sima_attn.report.figures import check_can_plot
 from sima_attn.report.rows import processor_name, write_rows
 from sima_attn.report.tables import TextTable
@@ -68,7 +67,7 @@ def resolved(
         base = RunFolder(folder).read_recipe(type(base))
     elif recipe is None and choose is not None and (data := with_overrides(base, given).data).path != base.data.path:
         base, notes = choose(data)
-        for line in notes if os.environ.get("RANK", "0") == "0" else []:
+        for line in notes if is_first_process() else []:
             teller(Console(stderr=True))(line)
     return with_overrides(base, given)
 
@@ -81,11 +80,11 @@ def say_finished(
     commands: Callable[[Path, Mapping[str, float]], list[Command]] = after_run,
 ) -> None:
     """Print the summary of a run and the commands that lead on, in the first process of torchrun only."""
-    if os.environ.get("RANK", "0") != "0":
+    if not is_first_process():
         return
     numbers = ", ".join(f"{name} {value:{form}}" for name, value in finished.metrics.items()) or "done"
-    console.print(f"[bold]{numbers}[/bold] after {finished.steps} steps, {finished.seconds:.0f} s")
-    teller()(f"Run: {folder} {what}")
+    console.print(Text.assemble((numbers, "bold"), f" after {finished.steps} steps, {finished.seconds:.0f} s"))
+    console.print(f"Run: {folder} {what}")
     say_next(commands(folder, finished.metrics))
 
 
@@ -140,7 +139,7 @@ def eval_command(
     ] = None,
     rows: Annotated[Path | None, option.file("csv", "CSV file with one row per size.")] = None,
     mistakes: Annotated[
-        Path | None, option.file("png", "PNG of the most confident mistakes, for the last size.")
+        Path | None, option.file("png", "PNG of the most confident mistakes, for the last size.", only=True)
     ] = None,
     figure: Annotated[
         Path | None, option.file("png", "Figure of the accuracy of each class, for the last size.")
@@ -157,8 +156,6 @@ def eval_command(
     from sima_attn.train.evaluate import evaluate
     from sima_attn.train.mistakes import draw_mistakes, plot_classes
 
-    if mistakes is not None and mistakes.suffix.lower() != ".png":
-        raise ValueError(f"--mistakes must be a file that ends in .png, got {mistakes}")
     if figure is not None:
         check_can_plot(figure)
     device = resolve_device(device)
@@ -167,7 +164,7 @@ def eval_command(
     if data is None and not trained.path:
         raise ValueError(f"{loaded.name} is a registered model: give the images to evaluate it on with --data")
     has_sima = any(hasattr(module, "token_ref") for module in loaded.model.modules())
-    say = teller()
+    say = console.print
     results = []
     for side in dict.fromkeys(size or [trained.size]):
         both = has_sima and side != trained.size
@@ -180,12 +177,12 @@ def eval_command(
         for r in results
     ]
     table = TextTable(["px", "token_ref", "top-1", "top-5", "loss", "images"], lines)
-    print_table(table, title=escape(f"{model or loaded.name} on {results[-1].place}"))
+    print_table(table, title=f"{model or loaded.name} on {results[-1].place}")
     if not loaded.trained:
         say(f"{loaded.name} has no trained weights: this is the accuracy of random ones")
     last = results[-1]
     if len(last.rows) <= MOST_SHOWN:
-        names = [escape(row.name) for row in last.rows]
+        names = [row.name for row in last.rows]
         counts = [[name, *map(str, line)] for name, line in zip(names, last.confusion.tolist(), strict=True)]
         print_table(TextTable(["true", *names], counts), "confusion matrix: rows are true classes, columns predictions")
     for name, other, count in last.most_confused():

@@ -1,5 +1,6 @@
-"""Model and image -> heat map.
+"""Model and image -> heat map, or the most likely classes.
 
+answer      a photo -> the most likely classes, or "unsure"
 photo_model a model, and how a photo enters it at its own aspect ratio
 reading     queries, keys and token grids of all layers, recorded by forward hooks
 maps        a layer -> a map in [0, 1] at the size of the image

@@ -5,7 +5,8 @@ A row n of Q-hat K-hat^T is signed: the value of token m is added to the output 
 Shapes: B batch, H heads, N query tokens, M key tokens, D channels per head.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor, nn
@@ -63,29 +64,42 @@ class AttentionRow:
     largest_channel_share: float
 
 
-def attention_statistics(readings: list[Reading], model: str) -> list[AttentionRow]:
-    """One row per layer, averaged over readings of the same model."""
-    rows = []
-    for index, first in enumerate(readings[0].layers):
-        layers = [reading.layers[index] for reading in readings]
-        counts = [len(layer.q) for layer in layers]
-        negative = [_negative_share(layer) for layer in layers]
-        largest = [float(_largest_channel_share(layer)) for layer in layers]
-        rows.append(
-            AttentionRow(
-                model=model,
-                layer=index,
-                path=first.path,
-                images=sum(counts),
-                N=first.q.shape[2],
-                M=first.k.shape[2],
-                H=first.q.shape[1],
-                D=first.q.shape[3],
-                negative_share=round(float(np.average(negative, weights=counts)), 6),
-                largest_channel_share=round(float(np.average(largest, weights=counts)), 6),
-            )
+def attention_statistics(readings: Iterable[Reading], model: str) -> list[AttentionRow]:
+    """One row per layer, averaged over readings of the same model; they are taken one by one, and none is kept.
+
+    N and M are those of the first reading.
+    """
+    found = [_layer_rows(reading, model) for reading in readings]
+    return [_mean_row(rows) for rows in zip(*found, strict=True)]
+
+
+def _layer_rows(reading: Reading, model: str) -> list[AttentionRow]:
+    return [
+        AttentionRow(
+            model=model,
+            layer=index,
+            path=layer.path,
+            images=len(layer.q),
+            N=layer.q.shape[2],
+            M=layer.k.shape[2],
+            H=layer.q.shape[1],
+            D=layer.q.shape[3],
+            negative_share=_negative_share(layer),
+            largest_channel_share=float(_largest_channel_share(layer)),
         )
-    return rows
+        for index, layer in enumerate(reading.layers)
+    ]
+
+
+def _mean_row(rows: Sequence[AttentionRow]) -> AttentionRow:
+    counts = [row.images for row in rows]
+    negative, largest = ([getattr(row, name) for row in rows] for name in ("negative_share", "largest_channel_share"))
+    return replace(
+        rows[0],
+        images=sum(counts),
+        negative_share=round(float(np.average(negative, weights=counts)), 6),
+        largest_channel_share=round(float(np.average(largest, weights=counts)), 6),
+    )
 
 
 def _negative_share(layer: Layer) -> float:

@@ -68,6 +68,7 @@ class Layer:
         norms = self.normalized(of).square().sum((1, 3)).sqrt()  # [B, N]
         return norms[:, -rows * columns :].unflatten(1, grid)  # [B, rows, columns]
 
+    @torch.no_grad()  # some attentions have parameters in it
     def matrix(self) -> Tensor:
         """The attention matrix [B, H, N, M]: signed Q-hat K-hat^T for SimA, rows that sum to 1 for softmax."""
         module = core_of(self.module) or self.module

@@ -37,6 +37,7 @@ from sima_attn.models.loading import classes_of
 from sima_attn.models.preprocessing import Preprocessing
 from sima_attn.nn import SimAttention, SimCrossAttention, SimMultiheadAttention
 from sima_attn.nn.grid import OnGrid
+from sima_attn.nn.image_channels import image_channels
 from sima_attn.ops.api import check_order, plan_callback
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ LARGEST_ERROR = 1e-4  # relative to the largest value of an output
 OUTPUTS = {LOGITS: (LOGITS,), FEATURES: (FEATURES, "tokens")}
 LARGEST_ERROR_FROM_PHOTO = 1e-3  # resizing differs in the last bits, which bicubic weights amplify
 KEPT_IN_NODES = ("pkg.torch.onnx.name_scopes", "pkg.torch.onnx.class_hierarchy")  # for the audit
+Shape = tuple[int, int, int, int]  # of images: B, C, height, width
 WITH_ORDER = (SimAttention, SimCrossAttention, SimMultiheadAttention)
 
 
@@ -142,22 +144,22 @@ def export_onnx(
         prepare = Preprocessing.of_model(model, height)
     if preprocessing and prepare is None:
         raise ValueError(f"{name} does not say how images are normalized: pass prepare=Preprocessing(...)")
-    labels = labels or class_names(model)
+    labels = class_names(model) if labels is None else labels
 
-    plain = _inference_copy(model)
+    plain, shape = _inference_copy(model), (1, image_channels(model), height, width)
     with torch.no_grad():
-        orders = _pin_orders(plain, order, _random_images(1, height, width), name)
-        values = plain(_random_images(1, height, width))
+        orders = _pin_orders(plain, order, _random_images(*shape), name)
+        values = plain(_random_images(*shape))
     output = FEATURES if isinstance(values, tuple) else LOGITS
     if labels is not None and (output == FEATURES or len(labels) != values.shape[-1]):
         classes = f"{name}, which gives features" if output == FEATURES else f"the {values.shape[-1]} classes of {name}"
         raise ValueError(f"got {len(labels)} labels for {classes}")
 
     whole = nn.Sequential(PreparePhoto(prepare), plain) if preprocessing and prepare is not None else plain
-    example, shapes = _example(model, height, width, dynamic, preprocessing)
+    example, axes = _example(shape, _patch(model), dynamic, preprocessing)
     with torch.no_grad():
         _run(whole, example, name)
-    proto = _to_onnx(whole, example, shapes, OUTPUTS[output], name)
+    proto = _to_onnx(whole, example, axes, OUTPUTS[output], name)
     facts = {
         "model": name,
         "version": __version__,
@@ -174,7 +176,7 @@ def export_onnx(
 
     with atomic_write(path) as written:  # if a check raises, no file is left
         onnx.save(proto, written)
-        given = _checked_inputs(height, width, dynamic, preprocessing, check_images)
+        given = _checked_inputs(shape, dynamic, preprocessing, check_images)
         parity = _parity(whole, written, given, LARGEST_ERROR_FROM_PHOTO if preprocessing else LARGEST_ERROR, name)
         found = audit(written)
         if fail_on_exp and not found.is_exp_free:
@@ -268,8 +270,8 @@ def _inference_copy(model: nn.Module) -> nn.Module:
     return _Backbone(plain) if is_backbone and getattr(plain, "num_classes", None) == 0 else plain
 
 
-def _random_images(B: int, height: int, width: int) -> Tensor:
-    return torch.randn(B, 3, height, width, generator=torch.Generator().manual_seed(0))
+def _random_images(B: int, C: int, height: int, width: int) -> Tensor:
+    return torch.randn(B, C, height, width, generator=torch.Generator().manual_seed(0))
 
 
 def _run(model: nn.Module, images: Tensor, name: str) -> Any:
@@ -297,23 +299,23 @@ def _pin_orders(model: nn.Module, order: str, images: Tensor, name: str) -> dict
 
 
 def _example(
-    model: nn.Module, height: int, width: int, dynamic: Collection[str], preprocessing: bool
+    shape: Shape, patch: int, dynamic: Collection[str], preprocessing: bool
 ) -> tuple[Tensor, dict[int, Any] | None]:
     """The example input, and its dynamic axes, whose example sizes match no special case of a model."""
     open_axis = torch.export.Dim.DYNAMIC
+    B, C, height, width = shape
     if preprocessing:
         photo = torch.zeros(height + 3, width + 7, 3, dtype=torch.uint8)
         return photo, {0: open_axis, 1: open_axis}
     axes: dict[int, Any] = {}
-    B = 1
     if "batch" in dynamic:
         B, axes[0] = 2, open_axis
     if "size" in dynamic:
-        # Neither square nor the size of the position embedding, so that the graph includes its resize.
-        step = max(16, _patch(model))
+        # Neither square nor the size of the position embedding, so that the graph includes its resize; whole patches.
+        step = -(-16 // patch) * patch
         height, width = height + step, width + 2 * step
         axes[2] = axes[3] = open_axis
-    return _random_images(B, height, width), axes or None
+    return _random_images(B, C, height, width), axes or None
 
 
 def _to_onnx(
@@ -371,13 +373,13 @@ def _shown(values: Iterable[onnx.ValueInfoProto]) -> str:
 
 
 def _checked_inputs(
-    height: int,
-    width: int,
+    shape: Shape,
     dynamic: Collection[str],
     preprocessing: bool,
     given: Tensor | Sequence[np.ndarray] | None,
 ) -> Iterator[tuple[str, Tensor]]:
     """(description, input) of all inputs to compare on."""
+    _, C, height, width = shape
     if preprocessing:
         draw = np.random.default_rng(0)
         for rows, columns in ((height, width), (2 * height + 1, width + 3), (height // 2 + 1, 2 * width)):
@@ -392,7 +394,7 @@ def _checked_inputs(
     if "size" in dynamic:
         sizes += [(1, 2 * height, width), (1, height, 3 * width)]
     for B, rows, columns in sizes:
-        yield f"random images {B}x3x{rows}x{columns}", _random_images(B, rows, columns)
+        yield f"random images {B}x{C}x{rows}x{columns}", _random_images(B, C, rows, columns)
     if given is not None:
         images = torch.as_tensor(np.stack(list(given)) if not isinstance(given, Tensor) else given).float()
         B = len(images) if "batch" in dynamic else 1

@@ -2,11 +2,14 @@
 
 cvt, deit, miniature, xcit    the families, registered with timm when timm is imported
 sizes, names                  their sizes; the names of all models, ours and timm's
-settings, loading             the settings of a model -> the model; anything a user calls a model -> the model
+settings, building            the settings of a model; settings -> the model
+loading                       anything a user calls a model -> the model
 saving                        a model in memory -> a folder that loading takes
 preprocessing                 how a photo becomes an input
-weight_files, weights         files -> tensors; names of the official code -> ours
-pretrained                    the weights that come with the package
+huggingface, image_processor  models of transformers with timm's interface; their image processors
+weight_files, sharded_files   files and folders of weights -> tensors
+weights, pretrained           names of the official code -> ours; the weights that come with the package
+patch_embed, compiled         a faster patch embedding on GPUs; torch.compile for equal blocks
 """
 
 from typing import TYPE_CHECKING

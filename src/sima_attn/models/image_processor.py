@@ -65,6 +65,7 @@ def _folder_of(model: Any) -> Path | None:
 
 def _from_entries(entries: Mapping[str, Any], own_size: int) -> Preprocessing:
     """From the entries of an image processor; `own_size` is that of the model, where it does not resize."""
+    entries = _without_crop_pct(entries)
     given = entries.get("size") if entries.get("do_resize", True) else None
     resized = _side(given) or own_size
     size = (_side(entries.get("crop_size")) or resized) if entries.get("do_center_crop") else resized
@@ -86,6 +87,19 @@ def _from_entries(entries: Mapping[str, Any], own_size: int) -> Preprocessing:
         RESAMPLING[resample],
         "squash" if _resizes_both_sides(given, entries) else "center",
     )
+
+
+def _without_crop_pct(entries: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The entries of ConvNeXt's processor, which CvT uses, as those of others.
+
+    Below 384 pixels it resizes the shorter side to size / crop_pct and crops, from there on it resizes both sides.
+    """
+    share, size = entries.get("crop_pct"), _side(entries.get("size"))
+    if not share or size is None:
+        return entries
+    if size >= 384:
+        return {**entries, "size": {"height": size, "width": size}}
+    return {**entries, "size": {"shortest_edge": int(size / share)}, "crop_size": size, "do_center_crop": True}
 
 
 def _resizes_both_sides(size: Any, entries: Mapping[str, Any]) -> bool:

@@ -29,6 +29,7 @@ from sima_attn.models.loading import LoadedModel, classes_of
 from sima_attn.models.preprocessing import Preprocessing
 from sima_attn.models.settings import ModelSettings
 from sima_attn.models.weight_files import ABOUT, RECIPE, SEAL, WEIGHTS, check_fits
+from sima_attn.nn.image_channels import image_channels
 
 TOLERANCE = 1e-5  # relative to the largest output: both models run in float32, in the same order
 
@@ -179,7 +180,7 @@ def _check_rebuilt(model: nn.Module, settings: ModelSettings, exchanges: Exchang
     weights = model.state_dict()
     check_fits(weights, again.state_dict(), what, hint)
     again.load_state_dict(weights)
-    images = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0))
+    images = torch.randn(2, image_channels(model), size, size, generator=torch.Generator().manual_seed(0))
     wanted = copy.deepcopy(model).cpu().float().eval()(images)
     if not (again.eval()(images) - wanted).abs().max() <= TOLERANCE * wanted.abs().max():
         raise ValueError(f"{what}: with the same weights its outputs differ{hint}")

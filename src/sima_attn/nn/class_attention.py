@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from sima_attn.nn.attention import check_tokens, split_heads
 from sima_attn.nn.leaf_module import LeafModule
 from sima_attn.ops.api import check_eps, check_qkv, check_token_ref, is_split
-from sima_attn.ops.cost import AttentionShape, Cost
 from sima_attn.ops.eager import compute_dtype, inverse_norm, token_gain, without_autocast
 
 if TYPE_CHECKING:
@@ -89,11 +88,6 @@ class SimClassAttention(LeafModule):
         first = 0 if process_group(group).rank() == 0 else 1
         tokens = (t[:, :, first:] for t in (q, k, v))
         return q[:, :, :1] @ attention_state(*tokens, group=group, token_ref=self.token_ref, eps=self.eps)
-
-    def cost(self, shape: AttentionShape) -> Cost:
-        """One query with N keys, and the norms of all tokens."""
-        one_row = shape.N * (shape.D + shape.Dv)
-        return Cost(shape, macs=shape.heads * one_row, exps=0, scratch=shape.heads * (shape.N + 2 * shape.D))
 
     def extra_repr(self) -> str:
         sizes = f"dim={self.num_heads * self.head_dim}, num_heads={self.num_heads}"

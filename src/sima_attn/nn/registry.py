@@ -55,8 +55,13 @@ def attention_class(name: str, **options) -> type[Attention]:
     base = ATTENTIONS[name]
     if not options:
         return base
-    fixed = functools.partialmethod(base.__init__, **options)
-    return type(base.__name__, (base,), {"__init__": fixed, "__doc__": base.__doc__})
+
+    @functools.wraps(base.__init__)
+    def init(self: Attention, *args, **kwargs) -> None:
+        base.__init__(self, *args, **{**options, **kwargs})
+        self.__class__ = base  # which pickle and exported files can name
+
+    return type(base.__name__, (base,), {"__init__": init, "__doc__": base.__doc__})
 
 
 def create_attention(name: str, dim: int, num_heads: int = 8, *, num_tokens: int | None = None, **options) -> Attention:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from sima_attn.nn.class_attention import SimClassAttention
 from sima_attn.nn.eval_mode import eval_mode
+from sima_attn.nn.image_channels import image_channels
 
 
 def sima_modules(model: nn.Module) -> list[Any]:
@@ -73,5 +74,5 @@ def tokens_at(model: nn.Module, modules: list[Any], size: int) -> list[float]:
     with ExitStack() as hooks, eval_mode(model):
         for module in modules:
             hooks.callback(module.register_forward_pre_hook(count).remove)
-        model(next(model.parameters()).new_zeros(1, 3, size, size))
+        model(next(model.parameters()).new_zeros(1, image_channels(model), size, size))
     return [counts[module] for module in modules]

@@ -49,14 +49,6 @@ class Cost:
     scratch: int
     order: str | None = None  # of the products, where there is a choice
 
-    def bytes_moved(self, itemsize: int = 4) -> int:
-        """Smallest memory traffic: inputs read once, output written once, scratch written and read once."""
-        return itemsize * (self.shape.inputs_and_output + 2 * self.scratch)
-
-    def peak_bytes(self, itemsize: int = 4) -> int:
-        """Memory with all intermediate results kept, as for the backward pass."""
-        return itemsize * (self.shape.inputs_and_output + self.scratch)
-
 
 def product_macs(order: str, N: int, M: int, D: int, Dv: int) -> int:
     """MACs of (Q K^T) V ("qk") or Q (K^T V) ("kv") for one head."""

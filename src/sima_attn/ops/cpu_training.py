@@ -49,7 +49,7 @@ class FoldedAttention(torch.autograd.Function):
         """O, one image after the other."""
         order, eps, gain, work, _ = options
         states: list[ImageState] = []
-        out = folded_by_image(*unpack(inputs), order=order, eps=eps, gain=gain, work=work, states=states)
+        out = folded_by_image(*unpack_qkv(inputs), order=order, eps=eps, gain=gain, work=work, states=states)
         ctx.options = options
         ctx.save_for_backward(*inputs, *(t for state in states for t in state))
         return out
@@ -67,11 +67,11 @@ class FoldedAttention(torch.autograd.Function):
             return None, *_differentiable_gradients(ctx.options, inputs, needed, grad)
         gradients = tuple(torch.empty_like(t) for t in inputs)
         states = [ImageState(*saved[i : i + 3]) for i in range(0, len(saved), 3)]
-        _write_gradients(ctx.options, unpack(inputs), grad, states, unpack(gradients))
+        _write_gradients(ctx.options, unpack_qkv(inputs), grad, states, unpack_qkv(gradients))
         return None, *gradients
 
 
-def unpack(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def unpack_qkv(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """q, k, v [B, H, N, D]: the tensors themselves, or views of the one packed tensor [B, N, 3, H, D]."""
     return tensors if len(tensors) == 3 else tensors[0].permute(2, 0, 3, 1, 4).unbind(0)
 
@@ -83,7 +83,7 @@ def _differentiable_gradients(
     with torch.enable_grad():
         # Views, so that the gradient of k does not include a path through q where q was computed from k.
         inputs = tuple(t.view_as(t) for t in inputs)
-        out = options.differentiable(*unpack(inputs))
+        out = options.differentiable(*unpack_qkv(inputs))
     wanted = [t for t, is_needed in zip(inputs, needed, strict=True) if is_needed]
     found = iter(torch.autograd.grad(out, wanted, grad, create_graph=create_graph))
     return tuple(next(found) if is_needed else None for is_needed in needed)
@@ -91,10 +91,10 @@ def _differentiable_gradients(
 
 def _write_gradients(
     options: Options,
-    inputs: tuple[Tensor, ...],
+    inputs: Sequence[Tensor],
     grad: Tensor,
     states: Sequence[ImageState],
-    gradients: tuple[Tensor, ...],
+    gradients: Sequence[Tensor],
 ) -> None:
     """dQ, dK and dV of one image after the other, into `gradients`."""
     order, eps, gain, work, _ = options

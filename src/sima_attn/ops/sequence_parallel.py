@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from sima_attn.ops.cpu_training import unpack_qkv
 from sima_attn.ops.eager import (
     compute_dtype,
     drop_padding,
@@ -71,11 +72,6 @@ def sima_split(
     with without_autocast(q):
         state = attention_state(q, k, v, group=group, query_mask=query_mask, token_ref=token_ref, eps=eps)
         return heads_last((q @ state).to(dtype)).transpose(1, 2)
-
-
-def unpack_qkv(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """q, k and v [B, H, N, D] of these three, or of one packed tensor [B, N, 3, H, D]."""
-    return tensors if len(tensors) == 3 else tensors[0].permute(2, 0, 3, 1, 4).unbind(0)
 
 
 def attention_state(

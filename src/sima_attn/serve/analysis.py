@@ -22,7 +22,7 @@ from sima_attn.explain.maps import unit_range
 from sima_attn.explain.photo_model import PhotoModel
 from sima_attn.explain.reading import Layer, Reading, read_attention
 from sima_attn.models.huggingface import TimmInterface
-from sima_attn.nn.attention import SimAttention
+from sima_attn.nn.attention import Attention, SimAttention
 from sima_attn.nn.local_values import LocalAttention
 from sima_attn.report.timing import time_interleaved
 from sima_attn.serve.limits import Limits, Refusal
@@ -197,12 +197,14 @@ class Analyzer:
         model = self.photo_model.model
         if any(isinstance(module, SimAttention) for module in model.modules()):
             return model, softmax_twin(model)
+        refusal = Refusal(422, f"{self.photo_model.name} cannot be converted to SimA, so there is nothing to compare")
+        if any(isinstance(module, Attention) for module in model.modules()):  # a conversion would leave them
+            raise refusal
         other = copy.deepcopy(model)
         try:
             convert(other.used if isinstance(other, TimmInterface) else other, "sima")
         except ValueError:
-            text = f"{self.photo_model.name} cannot be converted to SimA, so there is nothing to compare"
-            raise Refusal(422, text) from None
+            raise refusal from None
         return other.eval(), model
 
 

@@ -48,6 +48,3 @@ class XCAttention(Attention):
             exps=shape.heads * weights,
             scratch=shape.heads * (2 * N * D + 2 * D + 2 * weights),
         )
-
-    def no_weight_decay(self) -> set[str]:
-        return {"temperature"}
