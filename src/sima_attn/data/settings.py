@@ -120,6 +120,11 @@ class Augment:
     switch_prob: Probability = 0.5
     smoothing: Probability = 0.0
 
+    @property
+    def mixes(self) -> bool:
+        """Whether the images of a batch are mixed in pairs."""
+        return bool(self.mixup or self.cutmix)
+
     def check_relations(self) -> None:
         """Raise where settings exclude each other."""
         if self.crop == "padded" and self.padding < 1:
