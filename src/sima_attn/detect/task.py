@@ -76,6 +76,7 @@ class EvaluationSamples(Samples):
 class Detection(Task):
     """Training of a Mask R-CNN, or of a Faster R-CNN where there are no masks, by a recipe."""
 
+    recipe: DetectRecipe
     model: SimaRCNN
 
     def __init__(self, recipe: DetectRecipe, fabric: Fabric, progress: RunProgress) -> None:
