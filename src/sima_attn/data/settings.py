@@ -131,6 +131,14 @@ class Augment:
             raise ValueError("augment.crop=padded needs augment.padding of at least 1 pixel")
 
 
+def check_cache(data: Data, augment: Augment) -> None:
+    """Raise where a device cache has whole batches augmented, and the augmentation needs single images."""
+    if data.cache and augment.randaugment is not None:
+        raise ValueError(
+            "RandAugment needs single images, not a device cache: set data.cache=false or augment.randaugment=none"
+        )
+
+
 @dataclass(frozen=True)
 class Crops:
     """DINO's views of an image. The side of a global crop is data.size.
