@@ -200,7 +200,6 @@ def schedule_of(labels: bool) -> list[str]:
 @torch.no_grad()
 def compare(student: Any, teacher: Any, data: str, device: str) -> tuple[float, float, float]:
     """Top-1 of both in percent, and the cosine of their final tokens, in float32."""
-    torch.set_float32_matmul_precision("highest")  # a run in bf16 has set tf32
     val, settings = open_data(data, "val"), Data.of_model(teacher)
     networks: list[nn.Module] = [loaded.model.to(device).eval() for loaded in (student, teacher)]
     settings = replace(settings, workers=4 if device == "cuda" else 0, cache=False)
