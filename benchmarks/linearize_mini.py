@@ -6,16 +6,13 @@
 
 The teacher is the softmax ViT of the grid (`sima reproduce miniature`) at its best recipe: ReLU, learning rate 1e-3, 60
 epochs. A student sees 6 epochs' worth of images, and so does SimA from scratch, the line to beat. With labels, the last
-two of the six are supervised fine-tuning. Each step is a run in --folder of its own; finished steps are skipped,
-interrupted ones start again. Students can run side by side on one GPU.
+two of the six are supervised fine-tuning. Each step is a run in --folder of its own, which the same command skips when
+it is finished and resumes when it was interrupted. Students can run side by side on one GPU.
 """
 
-import argparse
-import json
-import shutil
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +20,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from bench_steps import CHECKPOINTS_BY_TIME, StepBench, last_top1, step_parser, steps_and_seconds, train_once
 from sima_attn import linearize
-from sima_attn._devices import resolve_device
 from sima_attn._settings import with_overrides
 from sima_attn.data.loader import BrokenImages, evaluation_batches
 from sima_attn.data.settings import Data
 from sima_attn.data.splits import open_data
 from sima_attn.distill.networks import run as outputs_of
+from sima_attn.distill.recipes import LinearizeRecipe
 from sima_attn.models.loading import load_model
-from sima_attn.report.rows import provenance_columns, write_rows
+from sima_attn.report.rows import provenance_columns
 from sima_attn.report.tables import TextTable
 from sima_attn.reproduce.miniature import RUNS, MiniatureRun, miniature_recipe
 from sima_attn.train.classify import train_classifier
@@ -43,7 +41,7 @@ SCRATCH_RUN = next(run for run in RUNS if run.name == "sima_relu_lr")  # at the 
 EPOCHS = 6  # of a student, all stages together
 LABELLED_EPOCHS = 2  # of them, with labels
 BATCH = 128
-TEACHER_SETTINGS = ("run.cuda_graph=true", "run.eval_epochs=20", "run.checkpoint_minutes=60")
+TEACHER_SETTINGS = ("run.cuda_graph=true", "run.eval_epochs=20")
 # The images as the teacher was trained with them, without mixtures.
 STUDENT_SETTINGS = (
     "data.cache=true",
@@ -52,7 +50,7 @@ STUDENT_SETTINGS = (
     "augment.padding=8",
     "augment.flip=0.5",
     "run.precision=bf16",
-    "run.checkpoint_minutes=60",
+    CHECKPOINTS_BY_TIME,
     "schedule.attention_lr=0.5",
     "schedule.network_lr=0.15",
     "schedule.finetune_lr=0.05",
@@ -80,16 +78,21 @@ STUDENTS = (
     Student("sima", "sima", target=2.5),
     Student("sima_local", "sima_local", target=1.0),
     Student("relu2", "relu2", target=0.5),
+    Student("relu2_wide", "relu2_wide", target=0.5),
     Student("sima_labels", "sima", labels=True, target=2.5),
     Student("sima_local_labels", "sima_local", labels=True, target=1.0),
     Student("relu2_labels", "relu2", labels=True, target=0.5),
+    Student("relu2_wide_labels", "relu2_wide", labels=True, target=0.5),
     Student("sima_scratch", "sima", labels=True),
 )
 
 
 @dataclass(frozen=True)
 class MiniRow:
-    """A student, its accuracy in percent and that of its teacher; `cosine` is that of the final tokens."""
+    """A student, its accuracy in percent and that of its teacher.
+
+    `cosine` is that of the final tokens, `seconds` are those of training alone.
+    """
 
     name: str
     attention: str
@@ -109,65 +112,61 @@ class MiniRow:
 
 
 @dataclass(frozen=True)
-class Bench:
-    """Data, folder and settings of a benchmark.
+class Bench(StepBench):
+    """The teacher and its students.
 
     Attributes:
         epochs: Of the teacher.
-        settings: Changes to all recipes, as for `--set`.
-        teacher_settings: The same for the teacher and for the run from scratch.
+        teacher_settings: Changes to the recipes of the teacher and of the run from scratch.
         student_settings: The same for the students.
     """
 
-    data: str
-    folder: Path
-    device: str
-    epochs: int = TEACHER_RUN.epochs
-    settings: Sequence[str] = ()
-    teacher_settings: Sequence[str] = ()
-    student_settings: Sequence[str] = ()
+    epochs: int
+    teacher_settings: Sequence[str]
+    student_settings: Sequence[str]
 
-    def run(self, name: str) -> None:
-        """One step, unless it is finished."""
-        place = self.folder / name
-        done = place / "row.json"
-        if done.exists():
-            print(f"{name}: finished before")
-            return
-        shutil.rmtree(place, ignore_errors=True)
+    steps = (TEACHER, *(student.name for student in STUDENTS))
+    row_type = MiniRow
+
+    def make(self, name: str, place: Path) -> MiniRow | dict[str, float]:
+        """Train the teacher, or train a student and compare it with the teacher."""
         if name == TEACHER:
-            recipe = self.recipe(TEACHER_RUN, self.epochs, self.teacher_settings)
-            top1 = train_classifier(recipe, place / "run", device=self.device).metrics["top1"]
-            place.joinpath("row.json").write_text(json.dumps({"top1": top1}))
-            print(f"teacher: top-1 {top1:.2f}")
-            return
-        row = self.measure(next(student for student in STUDENTS if student.name == name), place)
-        done.write_text(json.dumps(asdict(row)))
-        print(mini_table([row]).markdown())
+            settings = [*self.teacher_settings, *self.settings]
+            self.train_classifier(self.recipe(TEACHER_RUN, self.epochs), place / "run", settings)
+            return {"top1": last_top1(place / "run")}
+        return self.measure(next(student for student in STUDENTS if student.name == name), place)
 
-    def recipe(self, run: MiniatureRun, epochs: int, settings: Sequence[str] = ()) -> Recipe:
+    def table(self, rows: Sequence[MiniRow]) -> TextTable:
+        """One line per student."""
+        return mini_table(rows)
+
+    def recipe(self, run: MiniatureRun, epochs: int) -> Recipe:
         """The recipe of a run of the grid with another number of epochs."""
-        recipe = miniature_recipe(replace(run, epochs=epochs), self.data, on_gpu=self.device == "cuda")
-        return with_overrides(recipe, [*settings, *self.settings])
+        return miniature_recipe(replace(run, epochs=epochs), self.data, on_gpu=self.device == "cuda")
+
+    def train_classifier(self, recipe: Recipe, out: Path, settings: Sequence[str]) -> None:
+        """Train by a recipe with these settings."""
+        train = partial(train_classifier, with_overrides(recipe, settings), out, device=self.device)
+        train_once(out, Recipe, settings, train)
 
     def measure(self, student: Student, place: Path) -> MiniRow:
         """Teach a student, or train it from scratch, and compare it with the teacher."""
         teacher = self.folder / TEACHER / "run"
-        if not (self.folder / TEACHER / "row.json").exists():
+        if not self.is_done(TEACHER):
             raise ValueError(f"there is no teacher in {teacher}; run --only {TEACHER} first")
-        start, last = time.monotonic(), place / "linearized"
         if student.name == "sima_scratch":
-            last, changes = place / "run", list(self.settings)
-            recipe = with_shape_of(teacher, self.recipe(SCRATCH_RUN, EPOCHS, self.teacher_settings))
-            train_classifier(recipe, last, device=self.device)
+            last, changes = place / "run", [*self.teacher_settings, *self.settings]
+            self.train_classifier(with_shape_of(teacher, self.recipe(SCRATCH_RUN, EPOCHS)), last, changes)
         else:
             labelled = LABEL_SETTINGS if student.labels else ()
-            changes = [*schedule_of(student.labels), *STUDENT_SETTINGS, *labelled]
+            last, changes = place / "linearized", [*schedule_of(student.labels), *STUDENT_SETTINGS, *labelled]
             changes += [*self.settings, *self.student_settings]
             options: dict[str, Any] = {"attention": student.attention, "batch": BATCH, "device": self.device}
-            linearize(teacher, self.data, last, overrides=changes, **options)
-        seconds = time.monotonic() - start
-        top1, teacher_top1, cosine = compare(load_model(last), load_model(teacher), self.data, self.device)
+            train = partial(linearize, teacher, self.data, last, overrides=changes, **options)
+            train_once(last, LinearizeRecipe, changes, train)
+        loaded = load_model(last)
+        _, seconds = steps_and_seconds(last, loaded.about["recipe"]["run"]["batch"])
+        top1, teacher_top1, cosine = compare(loaded, load_model(teacher), self.data, self.device)
         return MiniRow(
             name=student.name,
             attention=student.attention,
@@ -179,15 +178,10 @@ class Bench:
             target=0.0 - student.target,  # not -0.0
             cosine=round(cosine, 4),
             train_images=len(open_data(self.data, "train")),
-            seconds=round(seconds, 1),
+            seconds=seconds,
             settings=" ".join(changes),
             **provenance_columns(self.device),
         )
-
-    def rows(self) -> list[MiniRow]:
-        """The rows of all finished students, in the order of the table."""
-        files = [self.folder / student.name / "row.json" for student in STUDENTS]
-        return [MiniRow(**json.loads(file.read_text())) for file in files if file.exists()]
 
 
 def with_shape_of(folder: Path, recipe: Recipe) -> Recipe:
@@ -241,35 +235,16 @@ def mini_table(rows: Sequence[MiniRow]) -> TextTable:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run steps, or collect the rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", required=True, help="a folder of labelled 64-pixel images, as for `sima train`")
-    parser.add_argument("--folder", type=Path, default=Path("runs/linearize_mini"), help="folder for the runs")
-    steps = (TEACHER, *(student.name for student in STUDENTS))
-    parser.add_argument("--only", action="append", choices=steps, help="repeatable; by default all that are missing")
-    parser.add_argument("--rows", type=Path, help="CSV file for the rows of all finished students")
+    parser = step_parser(__doc__, "a folder of labelled 64-pixel images", "runs/linearize_mini", Bench.steps)
     parser.add_argument("--epochs", type=int, default=TEACHER_RUN.epochs, help="epochs of the teacher")
-    for group in ("set", "set-teacher", "set-student"):
+    for group in ("set-teacher", "set-student"):
         parser.add_argument(f"--{group}", action="append", default=[], metavar="NAME=VALUE", help="a setting")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     given = parser.parse_args(arguments)
-    device = resolve_device(given.device)
-    on_gpu = TEACHER_SETTINGS if device == "cuda" else ()
-    students_on_gpu = STUDENT_GPU_SETTINGS if device == "cuda" else ()
-    bench = Bench(
-        given.data,
-        given.folder,
-        device,
-        given.epochs,
-        given.set,
-        (*on_gpu, *given.set_teacher),
-        (*students_on_gpu, *given.set_student),
-    )
-    for name in given.only or ([] if given.rows else steps):
-        bench.run(name)
-    if given.rows:
-        rows = bench.rows()
-        write_rows(given.rows, rows)
-        print(mini_table(rows).markdown())
+    on_gpu = given.device == "cuda"
+    teacher_settings = [*(TEACHER_SETTINGS if on_gpu else ()), *given.set_teacher]
+    student_settings = [*(STUDENT_GPU_SETTINGS if on_gpu else ()), *given.set_student]
+    bench = Bench(given.data, given.folder, given.device, given.set, given.epochs, teacher_settings, student_settings)
+    bench.run_all(given.only, given.rows)
 
 
 if __name__ == "__main__":

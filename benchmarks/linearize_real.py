@@ -324,7 +324,6 @@ def bench_student(
         device=device,
         quiet=quiet,
     )
-    torch.set_float32_matmul_precision("highest")  # a run in bf16 has set tf32
     patches, classes, overlaps = compare(teacher.to(device), done.model.to(device), decoder.to(device), photos["val"])
     cosine, iou = TARGETS.get(attention, (0.0, 0.0))
     return RealRow(

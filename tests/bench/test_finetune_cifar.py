@@ -45,6 +45,16 @@ def test_lines_are_trained_with_as_many_steps_on_the_same_images(images, tmp_pat
     finetune_cifar.main([*call, *steps])
     assert capsys.readouterr().out.count("finished before") == 4
 
+    # Cut off before its row was written, and with a checkpoint alone.
+    (place / "finetuned_5000" / "row.json").unlink()
+    (place / "scratch_5000" / "row.json").unlink()
+    (place / "scratch_5000" / "run" / "weights.safetensors").unlink()
+    monkeypatch.setattr(finetune_cifar, "finetune", None)
+    finetune_cifar.main([*call, *steps, "--rows", str(out)])
+    assert "resuming at step 4 of 4" in capsys.readouterr().err
+    measured = [[(row.steps, row.top1, row.settings) for row in found] for found in (read_rows(out, CifarRow), rows)]
+    assert measured[0] == measured[1]
+
 
 def test_the_subset_has_the_same_part_of_each_class_and_all_val_images(images, tmp_path):
     assert write_subset(str(images), tmp_path / "subset", 8) == {"train": 8, "val": 4}

@@ -21,7 +21,7 @@ def here(function, *arguments):
 
 @pytest.fixture(scope="module")
 def rows():
-    return gigapixel.scaling("cpu", MODEL, [32, 64], [48, 64], run=here)
+    return list(gigapixel.scaling("cpu", MODEL, [32, 64], [48, 64], run=here))
 
 
 def test_a_row_per_size_and_attention(rows):
@@ -69,13 +69,23 @@ def test_the_estimate_is_the_parabola_through_its_rows(rows):
 def test_the_rows_of_a_gpu_join_those_of_the_cpu_in_table_and_figure(rows, tmp_path, monkeypatch):
     out = tmp_path / "rows.csv"
     monkeypatch.setattr(gigapixel, "in_own_process", here)
-    monkeypatch.setattr(gigapixel.scaling, "__defaults__", (here, lambda row: None))
+    monkeypatch.setattr(gigapixel.scaling, "__defaults__", (here,))
     command = ["gigapixel.py", "scaling", "--out", str(out), "--softmax-sizes", "--sizes"]
     for size in ("32", "48"):
         monkeypatch.setattr(sys, "argv", [*command, size])
         gigapixel.main()
-    written = read_rows(out, GigapixelRow)
-    assert [row.width for row in written] == [32, 48]
+    assert [row.width for row in read_rows(out, GigapixelRow)] == [32, 48]
+
+    def cut_off(function, case):
+        if case.width == 40:
+            raise KeyboardInterrupt
+        return function(case)
+
+    monkeypatch.setattr(gigapixel.scaling, "__defaults__", (cut_off,))
+    monkeypatch.setattr(sys, "argv", [*command, "64", "40"])
+    with pytest.raises(KeyboardInterrupt):
+        gigapixel.main()
+    assert [row.width for row in read_rows(out, GigapixelRow)] == [32, 48, 64]
     on_gpu = [replace(row, device="a GPU", threads=0) for row in rows]
     table = gigapixel_table(on_gpu)
     assert table.header[4] == "seconds"

@@ -1,5 +1,7 @@
 """benchmarks/linearize_real.py and linearize_mini.py: their rows, tables and splits, with random weights."""
 
+import json
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +18,7 @@ import linearize_real
 from closeness import assert_close
 from linearize_mini import MiniRow
 from linearize_real import Decoder, RealRow, SpeedRow, build_networks, compare, real_table, saliency, speed_table
+from sima_attn.distill.task import Linearization
 from sima_attn.models.loading import load_model
 from sima_attn.report.rows import read_rows
 
@@ -135,23 +138,30 @@ def test_speedups_are_against_the_teacher():
     assert table.lines == [["eager", "518", "8", "3.0", "1.50x"]]
 
 
-def test_the_miniature_trains_a_teacher_and_its_students(tmp_path, capsys):
+@pytest.fixture
+def mini(tmp_path):
+    """Arguments of the miniature on digits, and its folder."""
     shape = {"img_size": 8, "patch_size": 2, "embed_dim": 32, "depth": 1, "num_heads": 2}
-    settings = ["data.size=8", "run.threads=1", "run.precision=fp32", "augment.padding=1"]
+    settings = ["data.size=8", "run.threads=1", "run.precision=fp32", "augment.padding=1", "run.checkpoint_steps=10"]
     options = [part for setting in settings for part in ("--set", setting)]
     options += [part for name, value in shape.items() for part in ("--set-teacher", f"model.kwargs.{name}={value}")]
     options += ["--set-student", "run.batch=512", "--set-student", "report.photos=0"]
-    place, out = tmp_path / "runs", tmp_path / "rows.csv"
-    call = ["--data", "digits", "--folder", str(place), "--device", "cpu", "--epochs", "2", *options]
+    call = ["--data", "digits", "--folder", str(tmp_path / "runs"), "--device", "cpu", "--epochs", "2", *options]
+    return call, tmp_path / "runs", shape
+
+
+def test_the_miniature_trains_a_teacher_and_its_students(mini, tmp_path, capsys):
+    call, place, shape = mini
+    out = tmp_path / "rows.csv"
     with pytest.raises(ValueError, match=r"there is no teacher in .*; run --only teacher first"):
         linearize_mini.main([*call, "--only", "relu2"])
-    names = ["relu2", "sima_labels", "sima_scratch"]
+    names = ["relu2", "relu2_wide_labels", "sima_scratch"]
     steps = [part for name in ("teacher", *names) for part in ("--only", name)]
     linearize_mini.main([*call, *steps, "--rows", str(out)])
     rows = read_rows(out, MiniRow)
     assert [row.name for row in rows] == names
     assert [row.labels for row in rows] == [False, True, True]
-    assert [row.target for row in rows] == [-0.5, -2.5, 0]
+    assert [row.target for row in rows] == [-0.5, -0.5, 0]
     assert len({row.teacher_top1 for row in rows}) == 1
     for row in rows:
         assert row.difference == pytest.approx(row.top1 - row.teacher_top1, abs=0.011)
@@ -163,6 +173,40 @@ def test_the_miniature_trains_a_teacher_and_its_students(tmp_path, capsys):
     capsys.readouterr()
     linearize_mini.main([*call, *steps])
     assert capsys.readouterr().out.count("finished before") == 4
+
+
+def test_a_step_of_the_miniature_goes_on_where_it_was_cut_off(mini, tmp_path, monkeypatch, capsys):
+    call, place, _ = mini
+    linearize_mini.main([*call, "--only", "teacher", "--only", "sima"])
+    student, row = place / "sima", (place / "sima" / "row.json").read_text()
+    whole = load_model(student / "linearized").model.state_dict()
+    after_step, written = Linearization.after_step, tmp_path / "rows.csv"
+
+    def cut_off(task, step):
+        after_step(task, step)
+        if step == 11:
+            raise KeyboardInterrupt
+
+    shutil.rmtree(student)
+    monkeypatch.setattr(Linearization, "after_step", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        linearize_mini.main([*call, "--only", "sima"])
+    monkeypatch.setattr(Linearization, "after_step", after_step)
+    compare_models = linearize_mini.compare
+    monkeypatch.setattr(linearize_mini, "compare", None)
+    capsys.readouterr()
+    with pytest.raises(TypeError):
+        linearize_mini.main([*call, "--only", "sima"])
+    assert "resuming at step 10 of" in capsys.readouterr().err
+    again = load_model(student / "linearized").model.state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in whole.items())
+
+    monkeypatch.setattr(linearize_mini, "compare", compare_models)
+    monkeypatch.setattr(linearize_mini, "linearize", lambda *_, **options: pytest.fail("the weights are there"))
+    with pytest.raises(ValueError, match=r"linearized has a different recipe: schedule\.network_lr: 0\.15 -> 0\.2"):
+        linearize_mini.main([*call, "--only", "sima", "--set-student", "schedule.network_lr=0.2"])
+    linearize_mini.main([*call, "--only", "sima", "--rows", str(written)])
+    assert [found.top1 for found in read_rows(written, MiniRow)] == [json.loads(row)["top1"]]
 
 
 def test_a_student_sees_six_epochs_of_images_with_labels_or_without():

@@ -45,7 +45,7 @@ def on_cpu(monkeypatch):
         "check_cuda": lambda: None,
         "time_calls": timer,
         "time_graphs": timer,
-        "_peak_mib": lambda step, mode: 0.0,
+        "peak_mib": lambda step, warmup: 0.0,
     }.items():
         monkeypatch.setattr(bench, name, value)
     return resets

@@ -198,6 +198,14 @@ def test_other_categories_in_val_are_an_error(tmp_path):
         task(folder)
 
 
+def test_val_images_without_objects_are_an_error_before_training(tmp_path):
+    folder = coco_folder(tmp_path / "data")
+    edit(folder, lambda content: content.update(annotations=[]), "val")
+    with pytest.raises(ValueError, match=r"no objects on its 2 images, so there is no AP"):
+        train_detector(small_recipe(folder), tmp_path / "run", device="cpu", quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_recipe_is_the_papers():
     recipe = named_recipe("coco")
     assert (recipe.optim.name, recipe.optim.lr_at(16), recipe.optim.weight_decay) == ("adamw", 1e-4, 0.05)

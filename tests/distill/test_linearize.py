@@ -391,6 +391,12 @@ def test_a_run_is_resumed_with_its_own_model_and_attention_only(done, teacher):
         linearize(None, out=out, attention="relu2", resume=True)
     with pytest.raises(ValueError, match="has size 8, got 16"):
         linearize(None, out=out, size=16, resume=True)
+    for name, value in {"batch": 7, "keep": 1, "budget": 0.5, "finetune": 1}.items():
+        with pytest.raises(ValueError, match=rf"has {name} .*, got {value}; omit it to resume"):
+            linearize(None, out=out, resume=True, **{name: value})
+    for given in ({"steps": 8}, {"pretrained": True}):
+        with pytest.raises(ValueError, match="omit --steps and the weights"):
+            linearize(None, out=out, resume=True, **given)
     with pytest.raises(ValueError, match=r"different recipe: model\.attention"):
         linearized(teacher, out, attention="relu2", resume=True)
     other = load_model(teacher).model

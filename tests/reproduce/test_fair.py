@@ -8,9 +8,11 @@ from typer.testing import CliRunner
 
 from sima_attn import cli
 from sima_attn.models.building import build_model
-from sima_attn.reproduce import fair
+from sima_attn.report.rows import read_rows
+from sima_attn.reproduce import fair, miniature
 from sima_attn.reproduce.fair import FAIR_GRID, METHODS, Outcome, Setting, fair_table, next_runs, plot, verdict
 from sima_attn.reproduce.miniature import ResultRow, miniature_recipe
+from sima_attn.train.stopping import RunInterrupted
 from small_runs import class_folders
 
 SOFTMAX, SIMA, SIMA_RELU = METHODS[:3]
@@ -129,16 +131,30 @@ def test_the_command_makes_all_stages_and_resumes(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fair, "METHODS", tuple(replace(method, activations=("relu",)) for method in (SOFTMAX, SIMA)))
     monkeypatch.setattr(fair, "FAIR_GRID", replace(FAIR_GRID, recipe=small_recipe))
-    monkeypatch.setattr("sima_attn.reproduce.miniature.OTHER_SIZES", (16,))
+    monkeypatch.setattr(miniature, "OTHER_SIZES", (16,))
     command = ["reproduce", "fair", "--data", data, "--out", str(tmp_path / "out"), "--device", "cpu"]
     command += ["--epochs", "2", "--seed", "0", "--seed", "1"]
+    train = miniature.train_classifier
+
+    def interrupted_in_the_second_run(recipe, *args, **options):
+        if recipe.name == "vit_softmax_relu_2e-3":
+            raise RunInterrupted(143)
+        return train(recipe, *args, **options)
+
+    monkeypatch.setattr(miniature, "train_classifier", interrupted_in_the_second_run)
+    stopped = CliRunner().invoke(cli.app, command)
+    assert stopped.exit_code == 143, stopped.output
+    assert len(read_rows(tmp_path / "out" / "results.csv", ResultRow)) == 1
+    assert "| 2 | 1 | relu, 1e-3 |" in (tmp_path / "out" / "tables.md").read_text()
+    monkeypatch.setattr(miniature, "train_classifier", train)
+
     done = CliRunner().invoke(cli.app, command, catch_exceptions=False)
     assert done.exit_code == 0, done.output
-    assert "run 1 of 4: vit_softmax_relu_1e-3-2epochs-seed0" in done.output
+    assert "run 1 of 3: vit_softmax_relu_2e-3-2epochs-seed0" in done.output
     assert (tmp_path / "out" / "tables.md").read_text().startswith("| method | epochs | settings tried |")
     made = {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()}
     assert sum(name.endswith("seed1") for name in made) == 2  # of each method its best setting
-    monkeypatch.setattr("sima_attn.reproduce.miniature.train_classifier", None)
+    monkeypatch.setattr(miniature, "train_classifier", None)
     again = CliRunner().invoke(cli.app, command, catch_exceptions=False)
     assert again.exit_code == 0, again.output
     assert "run 1" not in again.output

@@ -29,6 +29,7 @@ from sima_attn.reproduce.miniature import (
 )
 from sima_attn.reproduce.miniature_report import paper_to_twin, plot, results_table, sizes_table, to_twin
 from sima_attn.reproduce.table_1 import TABLE_1
+from sima_attn.train.logs import read_log
 from small_runs import class_folders
 
 DOCS = Path(__file__).parents[2] / "docs" / "miniature.md"
@@ -135,6 +136,13 @@ def test_a_run_writes_rows_is_not_made_twice_and_is_resumed(data, tmp_path, monk
     assert [(r.px, r.token_ref) for r in at_sizes] == [(16, False), (24, False), (24, True)]
     assert at_sizes[0].top1 == pytest.approx(made.top1)
     assert [(r.epoch, r.top1) for r in curves][-1] == (2.0, pytest.approx(made.top1))
+
+
+def test_the_seconds_are_those_of_the_batch_that_the_images_allow(data, tmp_path):
+    run = replace(HEAD, headline=False, settings=(*SMALL, "run.batch=4800"))  # of 48 images
+    made = GRID.make_run(run, tmp_path, data, device="cpu", quiet=True)
+    log = read_log(tmp_path / run.folder / "train.csv")
+    assert made.seconds == pytest.approx(sum(48 / float(row["images_per_second"]) for row in log), abs=0.051)
 
 
 def test_a_loss_that_is_not_finite_is_a_result(data, tmp_path):

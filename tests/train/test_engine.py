@@ -255,6 +255,22 @@ def test_a_run_has_its_threads_and_gives_them_back(data, tmp_path, monkeypatch, 
     assert torch.get_num_threads() == 2
 
 
+def test_a_run_leaves_the_precision_of_float32_products_as_it_was(data, tmp_path, monkeypatch):
+    """On a GPU a run in bf16 allows TF32, in which a run or an evaluation in fp32 after it would compute."""
+
+    def start(device, *settings):
+        torch.set_float32_matmul_precision("high")
+        return start_fabric(device, *settings)
+
+    monkeypatch.setattr("sima_attn.train.start.start_fabric", start)
+    before = torch.get_float32_matmul_precision()
+    train(small_recipe(data, epochs=1), tmp_path / "run")
+    try:
+        assert torch.get_float32_matmul_precision() == before != "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def test_wrong_settings_leave_no_folder_behind(data, tmp_path):
     with pytest.raises((ValueError, AssertionError), match="nonesuch"):
         train(with_overrides(small_recipe(data), ["optim.name=nonesuch"]), tmp_path / "run")

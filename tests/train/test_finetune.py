@@ -328,6 +328,12 @@ def test_defaults_follow_from_the_number_of_images():
     assert possible_batch(64, 51, 2) == 50
 
 
+def test_a_batch_of_few_images_can_be_mixed_in_pairs(source, tmp_path):
+    few = class_folders(tmp_path / "few", per_class=(3, 1))
+    tuned(source, few, tmp_path / "run", batch=64, overrides=[*FAST, "augment.mixup=0.8"])
+    assert RunFolder(tmp_path / "run").read_recipe(FinetuneRecipe).run.batch == 8  # of 9
+
+
 def test_the_recipe_says_what_it_chose_and_why_where_it_is_a_default(source, photos, tmp_path):
     tuned(source, photos, tmp_path / "run")
     recipe = RunFolder(tmp_path / "run").read_recipe(FinetuneRecipe)

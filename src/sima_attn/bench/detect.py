@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sima_attn.detect.rcnn import SimaRCNN, build_rcnn
-from sima_attn.report.cuda_timing import time_graphs
+from sima_attn.report.cuda_timing import peak_mib, time_graphs
 from sima_attn.report.rows import provenance_columns
 from sima_attn.report.tables import TextTable
 from sima_attn.report.timing import Function, time_interleaved
@@ -95,7 +95,7 @@ def _bench_pair(name: str, models: dict[str, SimaRCNN], side: int, device: str, 
     rows = []
     for part, mine in forwards.items():
         steps = {attention: partial(_call_and_wait, forward, device) for attention, forward in mine.items()}
-        peaks = {attention: _peak_mib(step, device) for attention, step in steps.items()}
+        peaks = {attention: peak_mib(step) if device == "cuda" else 0.0 for attention, step in steps.items()}
         called = time_interleaved(steps, seconds=seconds * len(steps))
         as_graph = device == "cuda" and part == BACKBONE
         timings = time_graphs(mine, seconds=seconds) if as_graph else called
@@ -131,17 +131,6 @@ def _call_and_wait(forward: Function, device: str) -> None:
     forward()
     if device == "cuda":
         torch.cuda.synchronize()
-
-
-def _peak_mib(step: Function, device: str) -> float:
-    """Memory that a call allocates in addition, after a warm-up call."""
-    if device != "cuda":
-        return 0.0
-    step()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def detect_table(rows: Sequence[DetectSpeedRow]) -> TextTable:

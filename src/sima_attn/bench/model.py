@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sima_attn.bench.selection import select
 from sima_attn.models.compiled import compile_blocks
 from sima_attn.models.patch_embed import ProductPatchEmbed
-from sima_attn.report.cuda_timing import check_cuda, time_calls, time_graphs
+from sima_attn.report.cuda_timing import check_cuda, peak_mib, time_calls, time_graphs
 from sima_attn.report.rows import provenance_columns
 
 EAGER, COMPILE, REDUCE_OVERHEAD, GRAPH = MODES = ("eager", "compile", "reduce-overhead", "graph")
@@ -182,7 +182,9 @@ def _bench_build(
         attention: create_step(timm.create_model(name, **pair.options).to(DEVICE), mode, images, labels, direction)
         for attention, name in names.items()
     }
-    peaks = {attention: _peak_mib(step, mode) for attention, step in steps.items()}
+    peaks = {attention: peak_mib(step, warmup=3) for attention, step in steps.items()}
+    if mode == REDUCE_OVERHEAD:  # its graphs keep the memory between steps
+        peaks = dict.fromkeys(peaks, 0.0)
     for case in cases:
         timings = (time_graphs if case.mode == GRAPH else time_calls)(steps, seconds=seconds)
         yield [
@@ -232,17 +234,3 @@ def create_step(
         model.zero_grad(set_to_none=True)
 
     return train if direction == TRAINING else infer
-
-
-def _peak_mib(step: Callable[[], object], mode: str) -> float:
-    """Memory that a step allocates in addition, after warm-up steps that compile, tune and record."""
-    for _ in range(3):
-        step()
-    torch.cuda.synchronize()
-    if mode == REDUCE_OVERHEAD:
-        return 0.0
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20

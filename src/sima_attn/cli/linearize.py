@@ -24,13 +24,17 @@ def linearize_command(
         str | None, Option(help="The new attention, e.g. sima, sima_local or relu2_wide.", show_default="sima_local")
     ] = None,
     size: Annotated[int | None, Option(help="Side of the images. Default: the teacher's.", min=1)] = None,
-    steps: Annotated[int, Option(help="Training steps.", min=4)] = 1000,
-    batch: Annotated[int, Option(help="Images per step.", min=1)] = 48,
-    keep: Annotated[str, Option(help="Attentions that stay softmax: a number, or auto for a budget.")] = "0",
+    steps: Annotated[int | None, Option(help="Training steps.", min=4, show_default="1000")] = None,
+    batch: Annotated[int | None, Option(help="Images per step.", min=1, show_default="48")] = None,
+    keep: Annotated[
+        str | None, Option(help="Attentions that stay softmax: a number, or auto for a budget.", show_default="0")
+    ] = None,
     budget: Annotated[
         float | None, Option(help="For --keep auto: cosine, or accuracy relative to the teacher's. Default: 0.99.")
     ] = None,
-    finetune: Annotated[int, Option(help="Epochs of supervised fine-tuning at the end.", min=0)] = 0,
+    finetune: Annotated[
+        int | None, Option(help="Epochs of supervised fine-tuning at the end.", min=0, show_default="0")
+    ] = None,
     pretrained: Annotated[
         bool, Option("--pretrained", help="Download the weights that timm knows for the name.")
     ] = False,
@@ -54,7 +58,7 @@ def linearize_command(
         size=size,
         steps=steps,
         batch=batch,
-        keep=int(keep) if keep.isdecimal() else keep,
+        keep=int(keep) if keep and keep.isdecimal() else keep,
         budget=budget,
         finetune=finetune,
         weights=weights,

@@ -96,13 +96,14 @@ def run_grid(
     report: Any,
     figure: Path,
 ) -> None:
-    """Make the runs, then write and print the tables and the figure of all finished runs in the folder.
+    """Make the runs, then write and print the tables and the figure of all finished runs; also if it is interrupted.
 
     Args:
         stages: Lists of runs; each is asked for when the runs before it are made.
         report: Module with `tables` and `plot` for the grid's rows.
     """
     from sima_attn.data.splits import open_data
+    from sima_attn.reproduce.grid import RESULTS
 
     check_can_plot()
     for split in ("train", "val"):
@@ -111,8 +112,15 @@ def run_grid(
         for runs in stages:
             make_runs(grid, runs, out, data, resolve_device(device), jobs)
     except RunInterrupted:
+        if (out / RESULTS).exists():
+            write_report(grid, out, report, figure)
         console.print("Run the same command again to resume the grid.")
         raise
+    write_report(grid, out, report, figure)
+
+
+def write_report(grid: "Grid", out: Path, report: Any, figure: Path) -> None:
+    """Write and print the tables and the figure of the runs that are finished."""
     rows = grid.read_collected(out)
     tables = report.tables(*rows)
     with atomic_write(out / "tables.md") as temporary:

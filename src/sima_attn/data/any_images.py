@@ -3,7 +3,7 @@
 from sima_attn.data.sources import Source
 from sima_attn.data.splits import open_data, whole_folder
 
-LABELS = REQUIRED, OPTIONAL, NONE = ("required", "optional", "none")
+REQUIRED, OPTIONAL, NONE = ("required", "optional", "none")
 
 
 def open_any(path: str, split: str = "train", *, labels: str = OPTIONAL) -> Source:

@@ -120,10 +120,23 @@ class Augment:
     switch_prob: Probability = 0.5
     smoothing: Probability = 0.0
 
+    @property
+    def mixes(self) -> bool:
+        """Whether the images of a batch are mixed in pairs."""
+        return bool(self.mixup or self.cutmix)
+
     def check_relations(self) -> None:
         """Raise where settings exclude each other."""
         if self.crop == "padded" and self.padding < 1:
             raise ValueError("augment.crop=padded needs augment.padding of at least 1 pixel")
+
+
+def check_cache(data: Data, augment: Augment) -> None:
+    """Raise where a device cache has whole batches augmented, and the augmentation needs single images."""
+    if data.cache and augment.randaugment is not None:
+        raise ValueError(
+            "RandAugment needs single images, not a device cache: set data.cache=false or augment.randaugment=none"
+        )
 
 
 @dataclass(frozen=True)

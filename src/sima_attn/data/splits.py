@@ -140,6 +140,14 @@ def default_val(path: str | Path) -> float | None:
     return None if has_val_images(path) else DEFAULT_VAL
 
 
+def with_val_images(data: Data) -> tuple[Data, list[str]]:
+    """The settings with a part of each class held out where there are no val images, and what to print about it."""
+    part = default_val(data.path) if data.val is None else None
+    if part is None:
+        return data, []
+    return replace(data, val=part), [f"{data.path} has no val images: {part:.0%} of each class are held out (--val)"]
+
+
 def open_split(data: Data, split: str) -> Source:
     """The images of a split, as the settings say: with `data.val`, that part of each class is held out as val.
 

@@ -158,6 +158,14 @@ class CocoData(ImageSource):
         images, objects = [self.images[i] for i in kept], [self.objects[i] for i in kept]
         return CocoData(self.file, self.folder, images, objects, self.categories, self.has_masks)
 
+    def check_has_objects(self) -> None:
+        """Raise where there is no AP, because all images are empty or have only crowds."""
+        if all(a["iscrowd"] for objects in self.objects for a in objects):
+            raise ValueError(
+                f"{self.file} has no objects on its {len(self)} images, so there is no AP; annotate them, or choose "
+                "other images with --set data.eval_split"
+            )
+
     def ground_truth(self) -> Any:
         """These annotations as pycocotools' COCO; missing areas are computed from the masks, or the boxes."""
         from pycocotools.coco import COCO

@@ -76,6 +76,7 @@ class EvaluationSamples(Samples):
 class Detection(Task):
     """Training of a Mask R-CNN, or of a Faster R-CNN where there are no masks, by a recipe."""
 
+    recipe: DetectRecipe
     model: SimaRCNN
 
     def __init__(self, recipe: DetectRecipe, fabric: Fabric, progress: RunProgress) -> None:
@@ -92,6 +93,7 @@ class Detection(Task):
         self.evaluated = {split: self.open(split, masks) for split in data.eval_splits}
         for other in self.evaluated.values():
             check_same_names(self.data.file, self.data.category_names, other.file, other.category_names)
+            other.check_has_objects()
         self.share = Share(recipe.run.batch, fabric.global_rank, fabric.world_size, recipe.run.accumulate)
         self.steps_per_epoch = steps_per_epoch(self.data, self.share)
         seed_everything(recipe.run.seed)

@@ -206,6 +206,7 @@ def check_takes_crops(model: nn.Module, recipe: DinoRecipe) -> int:
 class Dino(Task):
     """DINO training: `model` is the student, and the teacher's backbone is the result."""
 
+    recipe: DinoRecipe
     model: Branch
     recordable = True
 

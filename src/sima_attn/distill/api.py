@@ -29,7 +29,7 @@ from sima_attn.train.recipes import Optim, Run
 from sima_attn.train.run import RunFolder
 
 DEFAULT_ATTENTION = "sima_local"
-DEFAULT_STEPS = 1000
+DEFAULT_STEPS, DEFAULT_BATCH = 1000, 48
 CACHE_BYTES = 2**31  # decoded images of up to this size are kept on the device: decoding takes longer than learning
 
 
@@ -40,11 +40,11 @@ def linearize(
     *,
     attention: str | None = None,
     size: int | None = None,
-    steps: int = DEFAULT_STEPS,
-    batch: int = 48,
-    keep: int | str = 0,
+    steps: int | None = None,
+    batch: int | None = None,
+    keep: int | str | None = None,
     budget: float | None = None,
-    finetune: int = 0,
+    finetune: int | None = None,
     weights: str | Path | None = None,
     pretrained: bool | None = None,
     model_kwargs: Mapping[str, Any] | None = None,
@@ -66,14 +66,15 @@ def linearize(
         out: The run folder.
         attention: Name of the new attention; "sima_local" by default.
         size: Side of the images in pixels; by default the size that the model was trained with.
-        steps: Training steps: half of them block by block, a quarter for the attentions in the network, and a quarter
-            for all weights.
-        batch: Images per step; at most the number of images.
-        keep: Number of attentions that stay those of the teacher, chosen by measurement; "auto" finds the smallest one
-            that reaches the budget.
+        steps: Training steps, 1000 by default: half of them block by block, a quarter for the attentions in the
+            network, and a quarter for all weights.
+        batch: Images per step, 48 by default; at most the number of images.
+        keep: Number of attentions that stay those of the teacher, chosen by measurement, 0 by default; "auto" finds the
+            smallest one that reaches the budget.
         budget: For keep="auto": cosine of the final tokens or, with labels, accuracy relative to the teacher's, after
             the first stage.
-        finetune: Epochs of supervised fine-tuning at the end, where the images have labels of the teacher's classes.
+        finetune: Epochs of supervised fine-tuning at the end, 0 by default; the images need labels of the teacher's
+            classes.
         weights, pretrained: For a name, see `load_model`.
         model_kwargs: For a model: the arguments of timm.create_model that it was created with, such as img_size.
         overrides: Further settings of the recipe, such as "optim.lr=1e-3".
@@ -82,14 +83,26 @@ def linearize(
     options: dict[str, Any] = {"resume": resume, "device": device, "quiet": quiet}
     if resume and model is None and images is None:
         saved = RunFolder(Path(out)).read_recipe(LinearizeRecipe)
-        _check_same(out, attention=(attention, saved.model.attention), size=(size, saved.data.size))
+        _check_same(
+            out,
+            attention=(attention, saved.model.attention),
+            size=(size, saved.data.size),
+            batch=(batch, saved.run.batch),
+            keep=(keep, "auto" if saved.transfer.keep is None else saved.transfer.keep),
+            budget=(budget, saved.transfer.budget),
+            finetune=(finetune, saved.schedule.finetune_epochs),
+        )
+        if any(given is not None for given in (steps, weights, pretrained, model_kwargs)):
+            raise ValueError(f"the run in {out} has its number of steps and its teacher: omit --steps and the weights")
         return _unwrapped(train_linearization(with_overrides(saved, overrides), out, **options))
     if model is None or images is None:
         raise ValueError("a linearization needs a model and images; only resume=True takes both of them from the run")
     loaded = _teacher(model, weights, pretrained)
     attention = attention or DEFAULT_ATTENTION
+    steps = DEFAULT_STEPS if steps is None else steps
+    batch = DEFAULT_BATCH if batch is None else batch
     recipe = _recipe(loaded, str(images), attention, size, steps, batch, model_kwargs)
-    recipe = with_overrides(_with_choices(recipe, keep, budget, finetune), overrides)
+    recipe = with_overrides(_with_choices(recipe, 0 if keep is None else keep, budget, finetune or 0), overrides)
     _check_teacher(loaded, recipe.data.size)
     notes = []
     if recipe.run.batch < batch:

@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import Annotated, ClassVar, NamedTuple
 
 from sima_attn._settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share, between
-from sima_attn.data.settings import Augment, Data
+from sima_attn.data.settings import Augment, Data, check_cache
 from sima_attn.models.settings import ModelSettings
 from sima_attn.train.recipes import Optim, Run
 
@@ -161,8 +161,7 @@ class LinearizeRecipe:
         self.run.check_not_sharded("linearizing calls parts of teacher and student in each process")
         if self.data.val is not None:
             raise ValueError(f"data.val must be none, got {self.data.val}: set transfer.held_out instead")
-        if self.data.cache and self.augment.randaugment is not None:
-            raise ValueError("RandAugment needs single images: set data.cache=false or augment.randaugment=none")
+        check_cache(self.data, self.augment)
         if self.run.ema is not None:
             raise ValueError("the best weights on held-out images are kept: run.ema must be none")
 

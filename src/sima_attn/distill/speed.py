@@ -17,7 +17,7 @@ from sima_attn._errors import first_line
 from sima_attn.auditing.model import LiveBytes
 from sima_attn.distill.networks import run
 from sima_attn.nn.eval_mode import eval_mode
-from sima_attn.report.cuda_timing import time_calls
+from sima_attn.report.cuda_timing import peak_mib, time_calls
 from sima_attn.report.rows import provenance_columns
 from sima_attn.report.timing import time_interleaved
 
@@ -135,12 +135,7 @@ def _forward(model: nn.Module, size: int, autocast: Autocast) -> Callable[[], Te
 def _peak_mib(step: Callable[[], object], model: nn.Module) -> float:
     """Peak memory of a forward pass beside the weights, in MiB."""
     if next(model.parameters()).device.type == "cuda":
-        step()  # the first call allocates workspaces that stay
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        step()
-        torch.cuda.synchronize()
-        return (torch.cuda.max_memory_allocated() - before) / 2**20
+        return peak_mib(step)
     with LiveBytes([*model.parameters(), *model.buffers()]) as live:
         step()
     return live.peak / 2**20

@@ -49,7 +49,6 @@ from sima_attn.distill.networks import (
 from sima_attn.distill.recipes import ATTENTIONS, BLOCKS, FINETUNE, LinearizeRecipe
 from sima_attn.distill.report import write_report
 from sima_attn.distill.result import Block, Linearized, Record
-from sima_attn.models.huggingface import TimmInterface, save_folder
 from sima_attn.models.preprocessing import Preprocessing
 from sima_attn.nn.eval_mode import eval_mode
 from sima_attn.report.progress import RunProgress
@@ -58,6 +57,7 @@ from sima_attn.train.best import Best
 from sima_attn.train.checkpoint import load_newest
 from sima_attn.train.classify import create_mixup, label_loss, mixed
 from sima_attn.train.elastic import continues_run
+from sima_attn.train.finetune_task import is_in
 from sima_attn.train.run import RunFolder
 from sima_attn.train.start import train_task
 from sima_attn.train.task import Task
@@ -80,6 +80,7 @@ class Linearization(Task):
         record: In a resumed run: what was measured before.
     """
 
+    recipe: LinearizeRecipe
     calls_wrapper = False
     recordable = True
 
@@ -125,8 +126,8 @@ class Linearization(Task):
         self.check_keep()
         # Collected before attentions are kept: the optimiser of a resumed run needs the parameters that they replace.
         learning = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-        new = [p for name, p in learning if _is_part_of(name, self.paths)]
-        self.groups = [new, [p for name, p in learning if not _is_part_of(name, self.paths)]]
+        new = [p for name, p in learning if is_in(name, self.paths)]
+        self.groups = [new, [p for name, p in learning if not is_in(name, self.paths)]]
         self.completed = 0
         if record is None:
             record = Record(self.errors(self.model))
@@ -150,7 +151,7 @@ class Linearization(Task):
         keep_blocks(self.model, self.teacher, paths)
         new = [path for path in self.paths if path not in paths]
         optimised = {p for group in self.groups for p in group}
-        self.others = [p for name, p in self.model.named_parameters() if p in optimised and not _is_part_of(name, new)]
+        self.others = [p for name, p in self.model.named_parameters() if p in optimised and not is_in(name, new)]
         self.best = Best(self.model).to(self.fabric.device)
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
@@ -309,14 +310,6 @@ class Linearization(Task):
         """The best student on held-out images."""
         return self.best.network
 
-    def write_result(self, folder: RunFolder, about: dict[str, Any], *, first: bool) -> None:
-        """Weights as of any run; of a model of transformers what `save_pretrained` writes."""
-        network = self.result()
-        if not isinstance(network, TimmInterface):
-            super().write_result(folder, about, first=first)
-        elif first:
-            save_folder(network, folder.path, Preprocessing.from_recipe(vars(self.recipe.data)))
-
     def finish(self, summary: RunSummary) -> Linearized:
         """The result. The processes have parted: each one measures all held-out images."""
         self.share = Share(self.share.piece)
@@ -378,11 +371,6 @@ def _check_labels(source: Source, classes: list[str]) -> None:
         lacks = "the teacher has no classifier" if not classes else "the images have no labels"
         raise ValueError(f"fine-tuning learns from labels, and {lacks}; omit --finetune")
     check_same_names("the teacher", classes, "the images", source.classes)
-
-
-def _is_part_of(name: str, paths: list[str]) -> bool:
-    """Whether a parameter belongs to one of the modules at these paths."""
-    return name.startswith(tuple(f"{path}." for path in paths))
 
 
 def _cosine(found: Tensor, wanted: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Timing of functions on a CUDA device, in turns: as CUDA graphs, as calls from Python, or until enqueued."""
+"""Time of functions on a CUDA device, in turns: as CUDA graphs, as calls from Python, or until enqueued; and memory."""
 
 from collections.abc import Callable, Mapping
 
@@ -74,6 +74,21 @@ def copy_bandwidth(gibibytes: float = 0.25) -> float:
     target = torch.empty_like(source)
     timing = time_graphs({"copy": lambda: target.copy_(source)}, seconds=0.2)["copy"]
     return 2 * source.numel() * source.element_size() / timing.p50
+
+
+def peak_mib(function: Function, *, warmup: int = 1) -> float:
+    """Peak memory of a call in addition to what was allocated before, in MiB.
+
+    The first calls allocate workspaces that stay, and may compile and tune: `warmup` of them are not counted.
+    """
+    for _ in range(warmup):
+        function()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    function()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def _capture(function: Function) -> tuple[torch.cuda.CUDAGraph, int]:

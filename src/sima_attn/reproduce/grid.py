@@ -71,7 +71,8 @@ class Job:
 
     def columns(self, status: str) -> dict[str, Any]:
         """The columns that the results of all grids have."""
-        steps, seconds, rate = training_speed(self.log("train.csv"), self.recipe.run.batch)
+        batch = self.folder.read_recipe(type(self.recipe)).run.batch  # with few images smaller than in the grid
+        steps, seconds, rate = training_speed(self.log("train.csv"), batch)
         return {
             "name": self.run.name,
             "model": self.recipe.model.name,

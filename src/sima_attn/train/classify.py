@@ -181,7 +181,7 @@ def top_five(labels: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def create_mixup(augment: Augment, num_classes: int, piece: int) -> Mixup | None:
     """timm's mixup and cutmix for batches of `piece` images; None where both are off."""
-    if not augment.mixup and not augment.cutmix:
+    if not augment.mixes:
         return None
     if piece % 2:
         raise ValueError(
@@ -217,7 +217,6 @@ def train_classifier(
 ) -> RunSummary:
     """Train by a recipe into a folder, or resume the run in it. A batch larger than the data is reduced."""
     check(recipe)
-    mixes = bool(recipe.augment.mixup or recipe.augment.cutmix)
-    recipe, notes = with_possible_batch(recipe, len(open_split(recipe.data, "train")), even=mixes)
+    recipe, notes = with_possible_batch(recipe, len(open_split(recipe.data, "train")), even=recipe.augment.mixes)
     options: dict[str, Any] = {"resume": resume, "device": device, "quiet": quiet, "notes": notes}
     return train_task(recipe, out, build=Classification, **options)

@@ -6,7 +6,6 @@ with the best val accuracy.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,9 +15,8 @@ from torch import nn
 
 from sima_attn._settings import check, from_dict, with_overrides
 from sima_attn.conversion.placing import converted_modules
-from sima_attn.data.loader import possible_batch
 from sima_attn.data.settings import Data
-from sima_attn.data.splits import DEFAULT_VAL, check_classes, has_val_images, open_split
+from sima_attn.data.splits import check_classes, open_split, with_val_images
 from sima_attn.models.building import Exchanges, token_refs_of, without_sources
 from sima_attn.models.huggingface import TRANSFORMERS, TimmInterface, convert_encoder, keep_scale
 from sima_attn.models.loading import LoadedModel, load, load_model
@@ -38,10 +36,9 @@ from sima_attn.train.finetune_recipe import (
     default_schedule,
 )
 from sima_attn.train.finetune_task import Finetuning, Start
-from sima_attn.train.mesh import batch_share
 from sima_attn.train.recipes import Optim, Run
 from sima_attn.train.run import RunFolder
-from sima_attn.train.start import train_task
+from sima_attn.train.start import train_task, with_possible_batch
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -187,13 +184,10 @@ def _recipe(
     loaded: LoadedModel, start: str, given: dict[str, Any], overrides: list[str]
 ) -> tuple[FinetuneRecipe, list[str]]:
     """The recipe of a new run, with its overrides, and what to print about its defaults."""
-    notes: list[str] = []
     path = str(given["data.path"])
     data = Data(path, workers=0 if path == "digits" else 4, **vars(loaded.preprocessing))
     data = with_overrides(_Wrapped(data), [o for o in overrides if o.startswith("data.")]).data
-    if data.val is None and not has_val_images(path):
-        data = replace(data, val=DEFAULT_VAL)
-        notes.append(f"{path} has no val images: {DEFAULT_VAL:.0%} of each class are held out (--val)")
+    data, notes = with_val_images(data)
     source = open_split(data, "train")
     check_classes(source, path)
     count = len(source)
@@ -211,11 +205,8 @@ def _recipe(
         run=Run(batch=default_batch(count), log_steps=10),
     )
     recipe = with_overrides(recipe, overrides)
-    _, shares = batch_share(recipe.run, 0, int(os.environ.get("WORLD_SIZE", "1")))
-    batch = possible_batch(recipe.run.batch, count, shares)
-    if batch != recipe.run.batch:
-        notes.append(f"there are {count} train images, so the batch is {batch} instead of {recipe.run.batch}")
-    return replace(recipe, run=replace(recipe.run, batch=batch)), notes
+    recipe, about_batch = with_possible_batch(recipe, count, even=recipe.augment.mixes)
+    return recipe, notes + about_batch
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from sima_attn._settings import NonNegativeInt, Share, one_of
-from sima_attn.data.settings import Augment, Data
+from sima_attn.data.settings import Augment, Data, check_cache
 from sima_attn.models.settings import ModelSettings
 from sima_attn.train.recipes import Optim, Run, Schedule
 
@@ -48,8 +48,7 @@ class FinetuneRecipe:
 
     def check_relations(self) -> None:
         """Raise where settings of different groups exclude each other."""
-        if self.data.cache and self.augment.randaugment is not None:
-            raise ValueError("RandAugment needs single images: set data.cache=false or augment.randaugment=none")
+        check_cache(self.data, self.augment)
         if self.run.ema is not None:
             raise ValueError("fine-tuning keeps the best weights on the val images: run.ema must be none")
         self.run.check_not_sharded("fine-tuning holds a trained model and its best weights in each process")

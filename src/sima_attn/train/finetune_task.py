@@ -22,7 +22,6 @@ from sima_attn.nn.eval_mode import eval_mode
 from sima_attn.train.best import Best
 from sima_attn.train.classify import Classification
 from sima_attn.train.finetune_recipe import BACKBONE, FinetuneRecipe
-from sima_attn.train.run import RunFolder
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -57,6 +56,8 @@ class Finetuning(Classification):
         exchanges: How a timm model differs from the one of its settings.
         description: In a resumed run, the class and the configuration of a model of transformers.
     """
+
+    recipe: FinetuneRecipe
 
     def __init__(
         self,
@@ -164,14 +165,6 @@ class Finetuning(Classification):
     def result(self) -> nn.Module:
         """The weights with the best val accuracy."""
         return self.best.network
-
-    def write_result(self, folder: RunFolder, about: dict[str, Any], *, first: bool) -> None:
-        """Weights as of any run; of a model of transformers what `save_pretrained` writes."""
-        network = self.result()
-        if not isinstance(network, TimmInterface):
-            super().write_result(folder, about, first=first)
-        elif first:
-            huggingface.save_folder(network, folder.path, self.recipe.data.preprocessing)
 
 
 def take_weights(model: nn.Module, start: Start, *, keep_head: bool) -> None:

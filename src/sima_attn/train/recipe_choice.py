@@ -12,7 +12,7 @@ import numpy as np
 
 from sima_attn.data.settings import Data
 from sima_attn.data.sources import Source
-from sima_attn.data.splits import DEFAULT_VAL, has_val_images, open_split
+from sima_attn.data.splits import open_split, with_val_images
 from sima_attn.train.recipes import named_recipe
 
 # Limits between kinds of data. They are judgements, not measurements.
@@ -97,10 +97,7 @@ def choose_recipe(named: Callable[[str], Any], suited: SuitedRecipes, source: So
 
 def choose_classifier(data: Data, device: str) -> Choice:
     """The recipe of `sima train` for the images at `data.path`; some are held out where there are no val images."""
-    notes = []
-    if data.val is None and not has_val_images(data.path):
-        data = replace(data, val=DEFAULT_VAL)
-        notes.append(f"{data.path} has no val images: {DEFAULT_VAL:.0%} of each class are held out (--val)")
+    data, notes = with_val_images(data)
     source = open_split(data, "train")
     recipe, lines = choose_recipe(named_recipe, CLASSIFIERS, source, device)
     if len(source) < FEW_IMAGES:

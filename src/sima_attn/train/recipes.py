@@ -21,7 +21,7 @@ from sima_attn._settings import (
     Range,
     one_of,
 )
-from sima_attn.data.settings import Augment, Data
+from sima_attn.data.settings import Augment, Data, check_cache
 from sima_attn.models.settings import ModelSettings as Model
 from sima_attn.train.mesh import mesh_sizes
 
@@ -170,10 +170,7 @@ class Recipe:
 
     def check_relations(self) -> None:
         """Raise where settings of different groups exclude each other."""
-        if self.data.cache and self.augment.randaugment is not None:
-            raise ValueError(
-                "RandAugment needs single images, not a device cache: set data.cache=false or augment.randaugment=none"
-            )
+        check_cache(self.data, self.augment)
 
 
 def digits() -> Recipe:

@@ -59,11 +59,13 @@ def train_task(
     check_supports_mesh(recipe.run, recipe.command)
     folder = RunFolder(Path(out))
     run = recipe.run
+    matmul_precision = torch.get_float32_matmul_precision()
     fabric = start_fabric(device, run.precision, run.strategy, run.timeout_minutes)
     first = fabric.is_global_zero
     restarted = fabric.broadcast(first and not resume and continues_run(folder.path))
     resume = resume or restarted
     with contextlib.ExitStack() as stack:
+        stack.callback(torch.set_float32_matmul_precision, matmul_precision)  # a run in bf16 or fp16 sets TF32
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(run.threads or torch.get_num_threads())
         progress = stack.enter_context(RunProgress(shown=first and not quiet))

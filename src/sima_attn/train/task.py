@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from sima_attn._files import atomic_write
 from sima_attn._settings import to_dict
+from sima_attn.models.huggingface import TimmInterface, save_folder
 from sima_attn.train.run import RunFolder
 from sima_attn.train.sharding import whole_tensors
 
@@ -22,6 +23,7 @@ class Task(ABC):
     """Model, data and loss of a run: classification, DINO or detection.
 
     Attributes:
+        recipe: That of the run.
         model: The module to train. The loop wraps it and passes the wrapped module to `loss`.
         steps_per_epoch: Optimiser steps per epoch.
         title: Title of the learning curve.
@@ -33,6 +35,7 @@ class Task(ABC):
         stage: Name of the current stage for logs and progress bar, set by `before_step`; empty in a run of one stage.
     """
 
+    recipe: Any
     model: nn.Module
     steps_per_epoch: int
     title: str = ""
@@ -118,9 +121,15 @@ class Task(ABC):
     def write_result(self, folder: RunFolder, about: dict[str, Any], *, first: bool) -> None:
         """Write the trained weights, with what `about` returns, into the run folder.
 
-        All processes call it, because sharded weights are gathered from all; the first one writes.
+        All processes call it, because sharded weights are gathered from all; the first one writes. Of a model of
+        transformers it writes what `save_pretrained` does.
         """
-        tensors = whole_tensors(self.result(), keep=first)
+        network = self.result()
+        if isinstance(network, TimmInterface):
+            if first:
+                save_folder(network, folder.path, self.recipe.data.preprocessing)
+            return
+        tensors = whole_tensors(network, keep=first)
         if first:
             with atomic_write(folder.weights) as temporary:
                 save_file(tensors, temporary, metadata={"about": json.dumps(about)})
