@@ -158,6 +158,8 @@ def test_errors_name_what_is_wrong(tmp_path):
         heatmap(deit(), tmp_path / "broken.png")
     with pytest.raises(ValueError, match="image must be"):
         heatmap(deit(), image(batch=2))
+    with pytest.raises(ValueError, match=r"image must be .* got ndarray; .* use PIL\.Image\.fromarray"):
+        heatmap(deit(), np.zeros((32, 32, 3), dtype=np.uint8))
     with pytest.raises(ValueError, match=r"unknown model.* did you mean 'sima_deit"):
         load_photo_model("sima_deit_tinny_patch16_224")
     with pytest.raises(ValueError, match="no timm configuration"):

@@ -49,6 +49,11 @@ def read_image(model: nn.Module, image: Photo) -> tuple[Reading, Grid]:
             raise ValueError(f"image must be [3, height, width] or [1, 3, height, width], got {[*image.shape]}")
         return read_attention(model, batch), (batch.shape[2], batch.shape[3])
     photo = open_photo(image) if isinstance(image, str | Path) else image
+    if not isinstance(photo, Image):
+        raise ValueError(
+            f"image must be a path, a PIL image or a normalized tensor, got {type(image).__name__}; of an array of "
+            "bytes use PIL.Image.fromarray"
+        )
     entered = photo_model(model)
     return read_attention(entered.model, entered.prepare(photo)), (photo.height, photo.width)
 
