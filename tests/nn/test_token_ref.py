@@ -6,6 +6,7 @@ import torch
 
 import sima_attn  # noqa: F401  registers the models
 from closeness import assert_close
+from sima_attn.nn import SimMultiheadAttention
 from sima_attn.nn.token_ref import set_token_ref, sima_modules, tokens_at, trained_at
 
 SMALL = {"depth": 2, "num_classes": 5}
@@ -41,6 +42,24 @@ def test_modules_are_asked_one_by_one_and_the_model_stays_as_it_was():
     assert blocks == 256
     assert class_attention == [257, 257]  # the class token is among them
     assert model.training
+
+
+class TokensFirst(torch.nn.Module):
+    """Images -> tokens [N, B, C] -> attention by torch's interface, with keyword inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Conv2d(3, 8, 4, 4)
+        self.attention = SimMultiheadAttention(8, 2)
+
+    def forward(self, images):
+        x = self.embed(images).flatten(2).permute(2, 0, 1)
+        return self.attention(query=x, key=x, value=x)[0]
+
+
+def test_tokens_are_counted_where_they_come_first_and_as_keywords():
+    model = TokensFirst()
+    assert tokens_at(model, [model.attention], 16) == [16]
 
 
 def test_a_module_keeps_its_own_and_what_was_before_comes_back_after_an_error():

@@ -64,15 +64,17 @@ def trained_at(model: nn.Module, trained_size: int) -> Iterator[None]:
 def tokens_at(model: nn.Module, modules: list[Any], size: int) -> list[float]:
     """The number of tokens that each module gets for an image of that size, from a forward pass.
 
-    Inputs are tokens [B, N, C], or the queries [B, H, N, D] of a converted attention of transformers.
+    Inputs are tokens [B, N, C], the queries [B, H, N, D] of a converted attention of transformers, or queries [N, B, C]
+    of a SimMultiheadAttention that is not batch_first.
     """
     counts: dict[nn.Module, float] = {}
 
-    def count(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        counts[module] = float(inputs[0].shape[-2])
+    def count(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        queries = args[0] if args else kwargs["query"]
+        counts[module] = float(queries.shape[-2 if getattr(module, "batch_first", True) else 0])
 
     with ExitStack() as hooks, eval_mode(model):
         for module in modules:
-            hooks.callback(module.register_forward_pre_hook(count).remove)
+            hooks.callback(module.register_forward_pre_hook(count, with_kwargs=True).remove)
         model(next(model.parameters()).new_zeros(1, image_channels(model), size, size))
     return [counts[module] for module in modules]
