@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from sima_attn._devices import resolve_device
 from sima_attn._files import atomic_write
 from sima_attn._settings import with_overrides
 from sima_attn.models.weight_files import CHECKPOINTS, checkpoints
@@ -96,7 +95,7 @@ def step_parser(about: str, data: str, folder: str, steps: Sequence[str]) -> arg
         "--rows", type=Path, help="CSV file for the rows of all finished steps; makes no steps without --only"
     )
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of all recipes")
-    parser.add_argument("--device", default="auto", type=resolve_device, help="auto, cpu or cuda")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     return parser
 
 
