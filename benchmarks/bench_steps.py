@@ -13,13 +13,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from sima_attn._devices import resolve_device
 from sima_attn._files import atomic_write
 from sima_attn._settings import with_overrides
+from sima_attn.models.weight_files import CHECKPOINTS, checkpoints
 from sima_attn.report.rows import write_rows
 from sima_attn.report.tables import TextTable
 from sima_attn.reproduce.grid import training_speed
-from sima_attn.train.checkpoint import checkpoints
 from sima_attn.train.logs import read_log
 from sima_attn.train.run import RunFolder, refuse_changes
 
@@ -65,6 +64,8 @@ class StepBench(ABC):
         row = self.make(name, self.folder / name)
         with atomic_write(self.folder / name / ROW) as temporary:
             temporary.write_text(json.dumps(row if isinstance(row, dict) else asdict(row)))
+        for path in (self.folder / name).glob(f"*/{CHECKPOINTS}/step-*"):
+            path.unlink()  # several times as large as the weights, which are kept
         print(f"{name}: {row}" if isinstance(row, dict) else self.table([row]).markdown())
 
     def rows(self) -> list[Any]:
@@ -94,7 +95,7 @@ def step_parser(about: str, data: str, folder: str, steps: Sequence[str]) -> arg
         "--rows", type=Path, help="CSV file for the rows of all finished steps; makes no steps without --only"
     )
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of all recipes")
-    parser.add_argument("--device", default="auto", type=resolve_device, help="auto, cpu or cuda")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     return parser
 
 

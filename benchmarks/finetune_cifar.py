@@ -21,6 +21,7 @@ import numpy as np
 
 from bench_steps import CHECKPOINTS_BY_TIME, StepBench, last_top1, step_parser, steps_and_seconds, train_once
 from sima_attn import finetune
+from sima_attn._devices import resolve_device
 from sima_attn._settings import with_overrides
 from sima_attn.data.settings import Data
 from sima_attn.data.splits import held_out_indices, open_data
@@ -198,8 +199,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = step_parser(__doc__, "folder of CIFAR-10", "runs/finetune_cifar", Bench.steps)
     parser.add_argument("--epochs", type=int, help="epochs of all lines", default=None)
     given = parser.parse_args(arguments)
-    settings = [*(GPU_SETTINGS if given.device == "cuda" else ()), *given.set]
-    Bench(given.data, given.folder, given.device, settings, given.epochs).run_all(given.only, given.rows)
+    device = resolve_device(given.device)
+    settings = [*(GPU_SETTINGS if device == "cuda" else ()), *given.set]
+    Bench(given.data, given.folder, device, settings, given.epochs).run_all(given.only, given.rows)
 
 
 if __name__ == "__main__":

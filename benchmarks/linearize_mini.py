@@ -22,6 +22,7 @@ from torch import nn
 
 from bench_steps import CHECKPOINTS_BY_TIME, StepBench, last_top1, step_parser, steps_and_seconds, train_once
 from sima_attn import linearize
+from sima_attn._devices import resolve_device
 from sima_attn._settings import with_overrides
 from sima_attn.data.loader import BrokenImages, evaluation_batches
 from sima_attn.data.settings import Data
@@ -240,10 +241,11 @@ def main(arguments: list[str] | None = None) -> None:
     for group in ("set-teacher", "set-student"):
         parser.add_argument(f"--{group}", action="append", default=[], metavar="NAME=VALUE", help="a setting")
     given = parser.parse_args(arguments)
-    on_gpu = given.device == "cuda"
+    device = resolve_device(given.device)
+    on_gpu = device == "cuda"
     teacher_settings = [*(TEACHER_SETTINGS if on_gpu else ()), *given.set_teacher]
     student_settings = [*(STUDENT_GPU_SETTINGS if on_gpu else ()), *given.set_student]
-    bench = Bench(given.data, given.folder, given.device, given.set, given.epochs, teacher_settings, student_settings)
+    bench = Bench(given.data, given.folder, device, given.set, given.epochs, teacher_settings, student_settings)
     bench.run_all(given.only, given.rows)
 
 

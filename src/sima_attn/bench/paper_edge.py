@@ -98,12 +98,10 @@ def cores(N: int, D: int, order: str, H: int = HEADS, **factory) -> dict[str, tu
 
 
 @torch.no_grad()
-def bench_paper_edge(
-    *, cases: Sequence[EdgeCase] = CASES, runs: int = 1000, threads: int = 1
-) -> Generator[list[PaperEdgeRow]]:
+def bench_paper_edge(*, runs: int = 1000, threads: int = 1) -> Generator[list[PaperEdgeRow]]:
     """The rows of each half of Table 3: each run calls all attentions in turn."""
     with torch_threads(threads):
-        for case in cases:
+        for case in CASES:
             yield _bench_edge_case(case, runs, threads)
 
 

@@ -24,6 +24,7 @@ from sima_attn.probe.features import Features, check_labels, evenly
 from sima_attn.report.figures import figure
 
 Array = np.ndarray | Tensor
+DRAWN_IMAGES, DRAWN_NEIGHBOURS = 6, 8
 
 
 @dataclass(frozen=True)
@@ -146,19 +147,19 @@ def plot_neighbours(
     bank_source: Source,
     path: Path,
     *,
-    images: int = 6,
-    k: int = 8,
     device: torch.device | str = "cpu",
     title: str = "",
 ) -> None:
-    """Draw images, each with its nearest neighbours in one row; frames show whether the class is the same."""
+    """Draw a few images, each with its nearest neighbours in one row; frames show whether the class is the same."""
     # One image per chosen class, so that the rows differ.
     rows = [
         int(np.flatnonzero(queries.labels == label)[0])
-        for label in evenly(len(queries.classes), images)
+        for label in evenly(len(queries.classes), DRAWN_IMAGES)
         if (queries.labels == label).any()
     ]
-    cosines, indices = nearest(queries.values[rows], bank.values, min(k, len(bank.values)), device=device)
+    cosines, indices = nearest(
+        queries.values[rows], bank.values, min(DRAWN_NEIGHBOURS, len(bank.values)), device=device
+    )
     columns = 1 + indices.shape[1]
     size = (1.25 * columns, 1.45 * len(rows))
     with figure(path, rows=len(rows), columns=columns, figsize=size, squeeze=False) as (whole, axes):

@@ -20,6 +20,8 @@ from sima_attn.data.loader import mixed_seed
 from sima_attn.probe.features import Features, check_labels
 from sima_attn.probe.settings import Probe
 
+BLOCK = 4096  # images that are evaluated at a time
+
 
 @dataclass(frozen=True)
 class LinearRow:
@@ -129,11 +131,11 @@ def _one_epoch(
 
 
 @torch.no_grad()
-def linear_accuracy(classifier: nn.Linear, values: _Rows, truth: Tensor, block: int = 4096) -> tuple[float, float]:
+def linear_accuracy(classifier: nn.Linear, values: _Rows, truth: Tensor) -> tuple[float, float]:
     """Top-1 and top-5 in percent."""
     one = five = 0
-    for start in range(0, len(values), block):
-        rows = torch.arange(start, min(start + block, len(values)), device=truth.device)
+    for start in range(0, len(values), BLOCK):
+        rows = torch.arange(start, min(start + BLOCK, len(values)), device=truth.device)
         best = classifier(values[rows]).topk(min(5, classifier.out_features), dim=1).indices  # [B, 5]
         right = best == truth[rows, None]
         one, five = one + int(right[:, 0].sum()), five + int(right.sum())

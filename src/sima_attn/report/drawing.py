@@ -35,11 +35,11 @@ def overlay(photo: Image.Image, heat: np.ndarray, opacity: float = 0.55) -> Imag
 
 
 def effect_overlay(
-    photo: Image.Image, signed: np.ndarray, patch: tuple[int, int], grid: tuple[float, float], opacity: float = 0.75
+    photo: Image.Image, signed: np.ndarray, patch: tuple[int, int], grid: tuple[float, float]
 ) -> Image.Image:
     """A grey photo with an effect map in [-1, 1] on top; the selected patch is framed."""
     grey = photo.convert("L").convert("RGB")
-    picture = _blend(grey, colour((signed + 1) / 2, EFFECT), opacity * np.sqrt(np.abs(signed)))
+    picture = _blend(grey, colour((signed + 1) / 2, EFFECT), 0.75 * np.sqrt(np.abs(signed)))
     width, height = photo.size
     (row, column), (rows, columns) = patch, grid
     box = [column * width / columns, row * height / rows, (column + 1) * width / columns, (row + 1) * height / rows]

@@ -22,7 +22,7 @@ def check_can_plot(path: Path | None = None) -> None:
 
 
 @contextmanager
-def figure(path: Path, *, rows: int = 1, columns: int = 1, dpi: int = 150, **options: Any) -> Iterator[tuple[Any, Any]]:
+def figure(path: Path, *, rows: int = 1, columns: int = 1, **options: Any) -> Iterator[tuple[Any, Any]]:
     """A matplotlib figure and its axes, written to `path` at the end of the block.
 
     Args:
@@ -39,7 +39,7 @@ def figure(path: Path, *, rows: int = 1, columns: int = 1, dpi: int = 150, **opt
     yield whole, axes
     _choose_fonts(whole)
     with atomic_write(path) as temporary:
-        whole.savefig(temporary, dpi=dpi, format=path.suffix[1:])
+        whole.savefig(temporary, dpi=150, format=path.suffix[1:])
 
 
 def _choose_fonts(whole: Any) -> None:

@@ -15,7 +15,7 @@ import fcntl
 import os
 import platform
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -127,10 +127,10 @@ def refuse_changes(what: str, saved: Any, asked: Any) -> None:
         )
 
 
-def provenance(packages: Sequence[str] = ("torch", "torchvision", "timm", "lightning", "numpy")) -> dict[str, Any]:
+def provenance() -> dict[str, Any]:
     """Versions of Python and packages, and the commit if the source is a git checkout."""
     versions = {"sima-attn": __version__, "python": platform.python_version()}
-    for package in packages:
+    for package in ("torch", "torchvision", "timm", "lightning", "numpy"):
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
