@@ -319,8 +319,7 @@ def pipe(tmp_path):
     os.close(writer)
 
 
-def test_a_pipe_among_images_is_named_and_left_out(pipe, monkeypatch):
-    from sima_attn.data import loader
+def test_a_pipe_among_images_is_named_and_left_out(pipe):
     from sima_attn.data.loader import BrokenImages, evaluation_batches
     from sima_attn.data.settings import Data
     from sima_attn.data.splits import open_data
@@ -328,7 +327,6 @@ def test_a_pipe_among_images_is_named_and_left_out(pipe, monkeypatch):
     said = []
     assert [path.name for path, _ in images.open_photos(images.images_in(pipe.parent), say=said.append)] == ["a.png"]
     assert said[0] == f"skipped: {pipe} cannot be read as an image: it is not a regular file"
-    monkeypatch.setattr(loader, "MAX_BROKEN", 0.5)
     source, said = open_data(pipe.parents[2]), []
     data, broken = Data("", size=8, workers=0), BrokenImages(source, said.append)
     ((_, labels),) = evaluation_batches(source, data, 2, device=torch.device("cpu"), broken=broken)

@@ -17,6 +17,7 @@ from sima_attn.data.loader import (
     batch_indices,
     epoch_order,
     evaluation_batches,
+    most_broken,
     training_batches,
     training_transform,
 )
@@ -163,10 +164,11 @@ def test_a_data_set_without_a_readable_image_is_an_error(folders):
 
 
 def test_too_many_broken_images_are_an_error(folders):
-    break_images(folders, 2)
+    break_images(folders, 6)
     source = open_data(folders)
-    with pytest.raises(ValueError, match=r"of 24 images cannot be read, more than 1%"):
+    with pytest.raises(ValueError, match=r"6 of 24 images cannot be read, more than the 5 that are skipped"):
         Cache(source, small_recipe().data, CPU, broken=BrokenImages(source, lambda line: None))
+    assert [most_broken(images) for images in (1, 2, 7, 10, 499, 600, 12_345)] == [0, 1, 3, 5, 5, 6, 123]
 
 
 def test_two_processes_name_broken_images_and_evaluate_what_is_saved(tmp_path):
@@ -191,11 +193,11 @@ def test_two_processes_name_broken_images_and_evaluate_what_is_saved(tmp_path):
 
 
 def test_the_broken_images_of_all_processes_count_together(tmp_path, monkeypatch):
-    """One in each half of 150 images is within 1 %, the two together are not."""
-    source = open_data(class_folders(tmp_path / "many", per_class=(150, 1), classes=("a",)))
+    """One of 3 images is within what is skipped, the two together are not."""
+    source = open_data(class_folders(tmp_path / "many", per_class=(3, 1), classes=("a",)))
     said = []
     broken = BrokenImages(source, said.append)
-    broken.add([3])
+    broken.add([0])
     broken.gather()  # alone
 
     def gather(parts, mine):
@@ -204,13 +206,13 @@ def test_the_broken_images_of_all_processes_count_together(tmp_path, monkeypatch
     monkeypatch.setattr(distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(distributed, "all_gather_object", gather)
-    theirs = [3]
+    theirs = [0]
     broken.gather()
     assert len(said) == 1
-    theirs = [70]
-    with pytest.raises(ValueError, match=r"2 of 150 images cannot be read, more than 1%"):
+    theirs = [2]
+    with pytest.raises(ValueError, match=r"2 of 3 images cannot be read, more than the 1 that are skipped"):
         broken.gather()
-    assert [line.split(": ")[1] for line in said] == [source.name(3), source.name(70)]
+    assert [line.split(": ")[1] for line in said] == [source.name(0), source.name(2)]
 
 
 def test_a_batch_that_does_not_fit_is_an_error(folders):

@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 from sima_attn import assert_exp_free, cli
 from sima_attn._settings import to_dict
-from sima_attn.data import loader
 from sima_attn.data.loader import evaluation_transform
 from sima_attn.data.settings import Augment, Data
 from sima_attn.data.splits import open_data
@@ -226,7 +225,6 @@ def test_eval_says_so_where_a_model_has_no_weights(weights, tmp_path):
 
 @pytest.mark.parametrize("name", ["img [copy].png", "a[/b].png"])
 def test_a_broken_image_is_named_as_it_is(run, weights, tmp_path, monkeypatch, name):
-    monkeypatch.setattr(loader, "MAX_BROKEN", 0.5)
     shutil.copytree(run[0] / "data", tmp_path / "data")
     (tmp_path / "data" / "val" / "n01" / name.replace("/", "-")).write_text("no image")
     monkeypatch.setattr("sima_attn.data.sources.ClassFolders.name", lambda self, index: name)
