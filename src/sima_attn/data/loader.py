@@ -197,7 +197,7 @@ class BrokenImages:
         if len(self.found) > MAX_BROKEN * len(self.source):
             raise ValueError(
                 f"{len(self.found)} of {len(self.source)} images cannot be read, more than {MAX_BROKEN:.0%}; "
-                f"the last one: {self.describe(max(self.found))}"
+                f"the last one: {self.describe(max(self.found))}; remove or repair them"
             )
 
     def describe(self, index: int) -> str:
