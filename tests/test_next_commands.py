@@ -178,6 +178,7 @@ def test_heat_maps_are_suggested_where_attentions_can_be_read(tmp_path, monkeypa
     broken.write_bytes(b"no photo")
     heatmap, _ = next_commands(sima("classify", broken, photo))
     assert heatmap == ["heatmap", str(photo)]
+    assert next_commands(sima("heatmap", broken, photo, "--size", 16))[0] == [*heatmap, "--layer", "all"]
     monkeypatch.setattr(PhotoModel, "has_maps", False)
     assert "Next" not in sima("classify", photo)
 

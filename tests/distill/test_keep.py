@@ -367,3 +367,5 @@ def test_the_command_takes_the_options(teacher, images, tmp_path):
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     assert "top-1" in result.output
+    assert "features.png" not in result.output  # report.photos=0
+    assert "speedup" not in (tmp_path / "run" / "report.md").read_text()  # report.speed=false

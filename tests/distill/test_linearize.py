@@ -212,7 +212,6 @@ def test_a_model_of_timm_and_a_folder_of_images(tmp_path):
     (tmp_path / "broken.png").write_bytes(b"no image")
     arguments = {"num_classes": 0, "depth": 2, "img_size": 32}
     model = timm.create_model("vit_tiny_patch16_224", **arguments)
-    model.pretrained_cfg = {**model.pretrained_cfg, "input_size": (3, 32, 32)}
     options = {"attention": "sima", "steps": 4, "batch": 16, "device": "cpu", "quiet": True}
     out, settings = tmp_path / "runs" / "run", [*SMALL, "data.workers=0"]
     with pytest.raises(ValueError, match=r"does not fit the teacher: .* differ.*model_kwargs"):
@@ -360,7 +359,7 @@ def test_bad_input_is_named_and_leaves_no_folder(tmp_path, teacher):
     Image.new("RGB", (8, 8)).save(tmp_path / "few" / "one.png")
     with pytest.raises(ValueError, match="has 1 images; a linearization needs at least 8"):
         linearize(teacher, tmp_path / "few", out)
-    with pytest.raises(ValueError, match="needs a model and images"):
+    with pytest.raises(ValueError, match="needs a teacher and images"):
         linearize(None, "digits", out)
     with pytest.raises(ValueError, match=r"augment\.mixup must be 0"):
         linearized(teacher, out, overrides=["augment.mixup=0.5"])
@@ -404,7 +403,7 @@ def test_a_run_is_resumed_with_its_own_model_and_attention_only(done, teacher):
     settings = RunFolder(out).read_recipe(LinearizeRecipe).model
     with pytest.raises(ValueError, match="has another teacher than the model given; omit the model"):
         linearize(other, "digits", out, attention="sima", model_kwargs=settings.kwargs, resume=True)
-    with pytest.raises(ValueError, match="takes both of them from the run"):
+    with pytest.raises(ValueError, match="or omit both and continue a run with --resume"):
         linearize(None, "digits", out, resume=True)
 
 

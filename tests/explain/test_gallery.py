@@ -142,7 +142,7 @@ def test_effect_and_statistics(photos, tmp_path):
     ("arguments", "message"),
     [
         (["--layer", "last"], "--layer is a whole number or all, got 'last'"),
-        (["--layer", "7"], "layer must be from -3 to 2, got 7"),
+        (["--layer", "7"], "layer must be from -3 to 2, got 7; layer 1 in captions is number 0"),
         (["--of", "v"], "of must be 'q'"),
         (["--size", "4"], "size must be 8 px or more"),
     ],

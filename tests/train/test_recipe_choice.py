@@ -38,6 +38,7 @@ def test_small_images_and_photos_are_never_shrunk_to_digits(tmp_path):
         "24 images of about 18 px in 3 classes: the recipe is shipped (64 px, 100 epochs, batch 8)"
     )
     assert "--recipe" in notes[0]
+    assert notes[-1] == f"to start from a trained model instead: `sima finetune --data {small}`"
     for i in range(4):
         (tmp_path / "photos" / f"class{i % 2}").mkdir(parents=True, exist_ok=True)
         picture(i, size=(140, 200)).save(tmp_path / "photos" / f"class{i % 2}" / f"{i}.png")
@@ -67,6 +68,15 @@ def test_the_command_chooses_and_named_recipes_stay(tmp_path, monkeypatch):
         ("digits", str(data)),
         ("digits", "digits"),
     ]
+
+
+@pytest.mark.parametrize("command", ["train", "dino"])
+def test_a_run_on_own_images_is_resumed_by_its_folder(tmp_path, monkeypatch, command):
+    """Without it, the default folder would be that of the digits."""
+    monkeypatch.chdir(tmp_path)
+    data = class_folders(tmp_path / "data")
+    result = CliRunner().invoke(app, [command, "--data", str(data), "--resume"])
+    assert str(result.exception) == f"--resume needs the folder of the run on {data}: add --out FOLDER"
 
 
 def test_a_batch_larger_than_the_data_is_reduced_and_said(tmp_path, capsys):

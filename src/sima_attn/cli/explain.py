@@ -28,7 +28,8 @@ SizeOption = Annotated[
     int | None,
     Option(help="Side in pixels; a photo enters with the area of that square.", show_default="as trained", min=1),
 ]
-LayersOption = Annotated[str, Option(help="A number from 0, or from the end if negative; or all.")]
+LAYER = "A number from 0 (layer 1 in captions), or from the end if negative"
+LayersOption = Annotated[str, Option(help=f"{LAYER}; or all.")]
 PartsOption = Annotated[list[str] | None, Option(help="q (queries) or k (keys); repeat for both.", show_default="both")]
 
 
@@ -75,7 +76,8 @@ def heatmap_command(
             on_photo=lambda path: progress.update(task, advance=1, description=path.name),
         )
     _say_written(written)
-    say_next(after_heatmap(files[0], model, layer))
+    readable, _ = next(open_photos(files, say=lambda line: None))
+    say_next(after_heatmap(readable, model, layer))
 
 
 @group.command("effect")
@@ -84,7 +86,7 @@ def effect_command(
     patch: Annotated[str, Option(metavar="ROW,COLUMN", help="The patch, counted from 0,0 at the top left.")],
     model: option.Model = None,
     compare: Compare = None,
-    layer: Annotated[int, Option(help="A number from 0, or from the end if negative.")] = -1,
+    layer: Annotated[int, Option(help=f"{LAYER}.")] = -1,
     out: Annotated[
         Path | None, option.file("png", "The picture.", only=True, show_default="runs/heatmaps/PHOTO_effect.png")
     ] = None,

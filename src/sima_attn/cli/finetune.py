@@ -65,5 +65,5 @@ def finetune_command(
     numbers = ", ".join(f"{name} {value:.4g}" for name, value in done.metrics.items())
     when = f"after epoch {done.epoch:g}" if done.epoch else "at the start, which no epoch has improved"
     console.print(Text.assemble((numbers, "bold"), f" {when}; {done.summary.seconds:.0f} s"))
-    console.print(f"Run: {out} (these weights, eval.csv, learning_curve.png)")
+    console.print(f"Run: {out} (best weights, eval.csv, learning_curve.png)")
     say_next(after_run(out, done.metrics))

@@ -71,5 +71,6 @@ def linearize_command(
         return
     print_table(block_table(done), title="relative error of each attention, given the teacher's input")
     console.print(summary_of(done), style="bold")
-    console.print(f"Run: {out} (weights.safetensors, report.md, features.png, learning_curve.png, rows as CSV)")
+    names = ("weights.safetensors", "model.safetensors", "report.md", "features.png", "learning_curve.png")
+    console.print(f"Run: {out} ({', '.join(name for name in names if (out / name).exists())}, rows as CSV)")
     say_next(after_linearize(out, done.metrics))

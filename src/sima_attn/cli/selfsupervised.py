@@ -15,7 +15,7 @@ from sima_attn._settings import PositiveFloat, check_value
 from sima_attn.cli import _options as option
 from sima_attn.cli._next import after_knn, after_linear, say_next
 from sima_attn.cli._shared import console, print_table, progress_bar, step_callback, teller
-from sima_attn.cli.train import CompileOption, CudaGraphOption, check_installed, resolved, say_finished
+from sima_attn.cli.train import CompileOption, CudaGraphOption, check_installed, check_resumable, resolved, say_finished
 from sima_attn.report.figures import check_can_plot
 from sima_attn.report.rows import write_rows
 from sima_attn.report.tables import TextTable
@@ -55,6 +55,7 @@ def dino_command(
     from sima_attn.dino.recipe_choice import choose_dino
     from sima_attn.dino.recipes import named_dino_recipe
 
+    check_resumable(out, recipe, resume, data)
     folder = out or Path("runs") / f"dino-{recipe or 'digits'}"
     options = {"data.path": data, "run.precision": precision, "run.compile": compile_, "run.cuda_graph": cuda_graph}
     options |= {"run.strategy": strategy}

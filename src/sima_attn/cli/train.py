@@ -72,6 +72,12 @@ def resolved(
     return with_overrides(base, given)
 
 
+def check_resumable(out: Path | None, recipe: str | None, resume: bool, data: str | None) -> None:
+    """Raise where a run on own images is to be resumed without its folder: the default is that of another recipe."""
+    if resume and out is None and recipe is None and data not in (None, "digits"):
+        raise ValueError(f"--resume needs the folder of the run on {data}: add --out FOLDER")
+
+
 def say_finished(
     finished: "RunSummary",
     folder: Path,
@@ -108,6 +114,7 @@ def train_command(
     from sima_attn.train.recipe_choice import choose_classifier
     from sima_attn.train.recipes import named_recipe
 
+    check_resumable(out, recipe, resume, data)
     folder = out or Path("runs") / (recipe or "digits")
     options: dict[str, Any] = {"data.path": data, "data.val": val, "run.precision": precision}
     options |= {"run.compile": compile_, "run.cuda_graph": cuda_graph, "run.mesh": mesh, "run.strategy": strategy}

@@ -201,7 +201,7 @@ class BrokenImages:
         if len(self.found) > (allowed := most_broken(len(self.source))):
             raise ValueError(
                 f"{len(self.found)} of {len(self.source)} images cannot be read, more than the {allowed} that are "
-                f"skipped; the last one: {self.describe(max(self.found))}"
+                f"skipped; the last one: {self.describe(max(self.found))}; remove or repair them"
             )
 
     def describe(self, index: int) -> str:

@@ -45,10 +45,12 @@ def open_data(path: str | Path, split: str = "train", *, labelled: bool = True) 
     root = _folder(path)
     files = _files_of(root, split, labelled)
     if files is None:
-        hint = "`sima train` and `sima finetune` hold out a part of the images in train/CLASS/ or CLASS/ with --val 0.2"
+        hint = f"put them into {root}/{split}/CLASS/"
+        if split != "test":
+            hint += "; `sima train` and `sima finetune` hold out a part of train/CLASS/ or CLASS/ with --val 0.2"
         raise FileNotFoundError(
             f"{root} has no {split} images: neither a folder {split}/ with one folder per class, nor "
-            f"{split}-*.parquet, nor {split}-*.tar{f'; {hint}' * (split != 'test')}"
+            f"{split}-*.parquet, nor {split}-*.tar; {hint}"
         )
     return _opened(files, root)
 

@@ -23,6 +23,7 @@ from sima_attn.models.huggingface import TimmInterface, with_timm_interface
 from sima_attn.models.loading import LoadedModel, load_model
 from sima_attn.models.loading import classes_of as class_names_of
 from sima_attn.models.preprocessing import Preprocessing
+from sima_attn.models.saving import size_of
 from sima_attn.models.settings import ModelSettings
 from sima_attn.train.classify import output_at
 from sima_attn.train.recipes import Optim, Run
@@ -96,7 +97,10 @@ def linearize(
             raise ValueError(f"the run in {out} has its number of steps and its teacher: omit --steps and the weights")
         return _unwrapped(train_linearization(with_overrides(saved, overrides), out, **options))
     if model is None or images is None:
-        raise ValueError("a linearization needs a model and images; only resume=True takes both of them from the run")
+        raise ValueError(
+            "linearization needs a teacher and images: give a model and a folder with --data, or omit both and "
+            "continue a run with --resume"
+        )
     loaded = _teacher(model, weights, pretrained)
     attention = attention or DEFAULT_ATTENTION
     steps = DEFAULT_STEPS if steps is None else steps
@@ -139,10 +143,9 @@ def _teacher(model: nn.Module | str | Path, weights: str | Path | None, pretrain
         copied: nn.Module = copy.deepcopy(model)  # it will be frozen, and moved to the device
         if is_pretrained_model(model):
             copied = with_timm_interface(copied)
-        preprocessing: Any = Preprocessing.of_model(copied)
-        return _check_gives_tokens(
-            LoadedModel(settings_of(copied).name, copied, preprocessing, *class_names_of(copied))
-        )
+        name = settings_of(copied).name
+        preprocessing: Any = Preprocessing.of_model(copied, size_of(copied))
+        return _check_gives_tokens(LoadedModel(name, copied, preprocessing, *class_names_of(copied)))
     loaded = _check_gives_tokens(load_model(model, weights=weights, pretrained=pretrained, features=None))
     if not loaded.trained:
         raise ValueError(

@@ -149,7 +149,8 @@ def write_report(
         write_rows(folder / "keep.csv", ranked)
         parts += [
             "## Kept attentions",
-            "Students that keep some attentions of the teacher, after the first stage; speedup against the teacher.",
+            "Students that keep some attentions of the teacher, after the first stage"
+            f"{'; speedup against the teacher' * bool(speed)}.",
             trade_table(done, speed).markdown(),
         ]
     if speed:

@@ -25,6 +25,7 @@ def plot_statistics(rows: Sequence[AttentionRow], path: Path) -> None:
         right.set_title("share of the largest channel (dotted: 1/D)")
         for axes in (left, right):
             axes.set(xlabel="layer", ylabel="%")
+            axes.xaxis.get_major_locator().set_params(integer=True)
             axes.set_ylim(bottom=0)
             axes.grid(alpha=0.3)
         left.legend(frameon=False)

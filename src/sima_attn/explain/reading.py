@@ -102,7 +102,9 @@ class Reading(NamedTuple):
         """A layer by its index, from 0, or from the end if negative."""
         count = len(self.layers)
         if not -count <= index < count:
-            raise ValueError(f"layer must be from {-count} to {count - 1}, got {index}")
+            raise ValueError(
+                f"layer must be from {-count} to {count - 1}, got {index}; layer 1 in captions is number 0"
+            )
         return self.layers[index]
 
 

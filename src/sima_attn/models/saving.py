@@ -73,7 +73,7 @@ def describe(model: nn.Module, model_kwargs: Mapping[str, Any] | None = None) ->
     """Everything that is needed to build a timm model again; raises where that gives another model."""
     settings = _settings_of(model, model_kwargs)
     exchanges = Exchanges(converted=_plain_options(model), token_refs=token_refs_of(model))
-    size = _size_of(model)
+    size = size_of(model)
     _check_rebuilt(model, settings, exchanges, size)
     classes, _ = classes_of(model)
     return {
@@ -96,7 +96,7 @@ def copy_of(model: nn.Module, model_kwargs: Mapping[str, Any] | None = None) -> 
     else:
         about = describe(copied, model_kwargs)
         name = about["recipe"]["model"]["name"]
-    preprocessing: Any = Preprocessing.of_model(copied, _size_of(copied))
+    preprocessing: Any = Preprocessing.of_model(copied, size_of(copied))
     return LoadedModel(name, copied.eval(), preprocessing, *classes_of(copied), about=about)
 
 
@@ -140,17 +140,17 @@ def _settings_of(model: Any, kwargs: Mapping[str, Any] | None) -> ModelSettings:
     arguments = {**settings.kwargs, **(kwargs or {})}
     arguments.pop("num_classes", None)
     if hasattr(model, "set_input_size") and "img_size" not in arguments:
-        arguments["img_size"] = _size_of(model)
+        arguments["img_size"] = size_of(model)
     settings = replace(settings, kwargs=json.loads(json.dumps(arguments, default=repr)))
     check_arguments(settings)
     return settings
 
 
-def _size_of(model: Any) -> int:
-    """The image size: that of the position embeddings where they have one, otherwise of timm's configuration."""
+def size_of(model: Any) -> int:
+    """The image size: that of the position embeddings where they have one, else the one in timm's configuration."""
     own = getattr(getattr(model, "patch_embed", None), "img_size", None) if hasattr(model, "set_input_size") else None
     if own is not None and own[0] != own[1]:
-        raise ValueError(f"save takes models for square images, got {own}")
+        raise ValueError(f"the model must take square images, got one for {own[0]} x {own[1]}")
     return int(own[0] if own is not None else model.pretrained_cfg["input_size"][-1])
 
 

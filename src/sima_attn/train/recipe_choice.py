@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -101,6 +102,6 @@ def choose_classifier(data: Data, device: str) -> Choice:
     source = open_split(data, "train")
     recipe, lines = choose_recipe(named_recipe, CLASSIFIERS, source, device)
     if len(source) < FEW_IMAGES:
-        notes.append("to start from a trained model instead: `sima finetune --data FOLDER`")
+        notes.append(f"to start from a trained model instead: `sima finetune --data {shlex.quote(data.path)}`")
     settings = replace(recipe.data, path=data.path, val=data.val)
     return Choice(replace(recipe, data=settings), [*lines, *notes])
