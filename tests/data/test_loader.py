@@ -166,9 +166,7 @@ def test_a_data_set_without_a_readable_image_is_an_error(folders):
 def test_too_many_broken_images_are_an_error(folders):
     break_images(folders, 6)
     source = open_data(folders)
-    with pytest.raises(
-        ValueError, match=r"6 of 24 images cannot be read, more than the 5 that are skipped.*; remove or repair them"
-    ):
+    with pytest.raises(ValueError, match=r"6 of 24 .* more than the 5 that are skipped.*; remove or repair"):
         Cache(source, small_recipe().data, CPU, broken=BrokenImages(source, lambda line: None))
     assert [most_broken(images) for images in (1, 2, 7, 10, 499, 600, 12_345)] == [0, 1, 3, 5, 5, 6, 123]
 
