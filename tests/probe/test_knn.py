@@ -469,5 +469,6 @@ def test_a_model_by_name_needs_data_and_a_missing_run_is_named(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(cli.app, ["knn", "sima_xcit_nano_12_p16_224"])
     assert "give the images with --data" in str(result.exception)
-    result = CliRunner().invoke(cli.app, ["knn"])
-    assert "unknown model, run folder or file 'runs/dino-digits'" in str(result.exception)
+    for command in ("knn", "linear"):
+        result = CliRunner().invoke(cli.app, [command])
+        assert "no run in runs/dino-digits, the default: make it with `sima dino`" in str(result.exception)

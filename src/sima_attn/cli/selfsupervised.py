@@ -92,7 +92,6 @@ def knn_command(
     """k-NN accuracy of frozen features: val images classified by their nearest training images."""
     from sima_attn.data.sources import class_words
     from sima_attn.probe.feature_map import MAPS, plot_feature_map
-    from sima_attn.probe.features import load_backbone
     from sima_attn.probe.knn import features_accuracy, plot_neighbours
 
     check_known("map", method, MAPS)
@@ -101,7 +100,7 @@ def knn_command(
         if figure is not None:
             check_can_plot(figure)
     device = resolve_device(device)
-    backbone = load_backbone(model, branch=branch)
+    backbone = open_backbone(model, branch)
     options = {"dtype": dtype, "batch": batch, "device": device}
     (train, val), (bank, queries) = extract_splits(
         backbone.model, model, backbone, data, size, cache, workers, **options
@@ -150,7 +149,7 @@ def linear_command(
     device: option.Device = "auto",
 ) -> None:
     """Accuracy of a linear classifier on frozen features, trained by SGD as in the paper."""
-    from sima_attn.probe.features import LayerFeatures, load_backbone
+    from sima_attn.probe.features import LayerFeatures
     from sima_attn.probe.linear import train_linear
 
     check_known("features", features, ("layers", "output"))
@@ -159,7 +158,7 @@ def linear_command(
     if features == "output" and (layers is not None or not norm):
         raise ValueError("--layers and --no-norm apply to --features layers only")
     device = resolve_device(device)
-    backbone = load_backbone(model, branch=branch)
+    backbone = open_backbone(model, branch)
     reader: nn.Module = LayerFeatures(backbone.model, layers, norm) if features == "layers" else backbone.model
     given: dict[str, Any] = {"epochs": epochs, "lr": lr, "batch": head_batch}
     probe = replace(backbone.probe, **{name: value for name, value in given.items() if value is not None})
@@ -176,6 +175,15 @@ def linear_command(
         write_rows(out, result.rows)
         console.print(f"Rows: {out}")
     say_next(after_linear(model, data or backbone.data.path))
+
+
+def open_backbone(model: str, branch: str) -> "Backbone":
+    """The backbone of a model or run; the error for the default run says how to make it."""
+    from sima_attn.probe.features import load_backbone
+
+    if model == DEFAULT_RUN and not Path(model).exists():
+        raise ValueError(f"there is no run in {DEFAULT_RUN}, the default: make it with `sima dino`, or pass --model")
+    return load_backbone(model, branch=branch)
 
 
 def extract_splits(
