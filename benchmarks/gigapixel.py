@@ -314,11 +314,11 @@ def plot(rows: Sequence[GigapixelRow], path: Path) -> None:
     with figure(path, columns=len(devices), figsize=(6.5 * len(devices), 4.2), squeeze=False) as (_, axes):
         for device, panel in zip(devices, axes[0], strict=True):
             mine = [row for row in rows if row.device == device]
-            for attention, (style, colour) in STYLES.items():
+            for attention, (style, color) in STYLES.items():
                 points = sorted((row.tokens, row.cost) for row in mine if row.attention == attention)
                 if points:
                     filled = "none" if attention == ESTIMATED else None
-                    panel.plot(*zip(*points, strict=True), style, label=attention, color=colour, mfc=filled)
+                    panel.plot(*zip(*points, strict=True), style, label=attention, color=color, mfc=filled)
             seconds = "seconds" if mine[0].threads == 0 else "CPU seconds, 1 thread"
             model = mine[0].model.removeprefix("sima_").removesuffix("_patch16_224")
             panel.set(xscale="log", yscale="log", xlabel="tokens", ylabel=seconds, title=f"{model}, {device}")

@@ -27,9 +27,9 @@ from sima_attn.probe.knn import nearest, vote_accuracy
 from sima_attn.report.rows import provenance_columns, write_rows
 from sima_attn.report.tables import TextTable
 
-CLASSES, NOISE = 1000, 1.5  # standard deviation of a feature around its class centre; that of the centres is 1
+CLASSES, NOISE = 1000, 1.5  # standard deviation of a feature around its class center; that of the centers is 1
 TEMPERATURE = 0.07
-CHECKED, MIN_RECALL = 32, 0.99  # queries compared with an exact search; share of its neighbours that must be found
+CHECKED, MIN_RECALL = 32, 0.99  # queries compared with an exact search; share of its neighbors that must be found
 
 
 class Size(NamedTuple):
@@ -47,7 +47,7 @@ SIZES = {"cuda": Size(1_281_167, 384, 50_000), "cpu": Size(20_000, 64, 1_000)}
 class KnnSpeedRow:
     """One search and its vote. `source` is where the bank is: "memory", or "file", read from disk in blocks.
 
-    `recall` is the share of neighbours that a search in double precision finds too. `peak_device_mib` is 0 on the
+    `recall` is the share of neighbors that a search in double precision finds too. `peak_device_mib` is 0 on the
     CPU. `peak_host_mib` is memory that the search adds to the process, without pages of the file; nan where the system
     does not report it.
     """
@@ -73,15 +73,15 @@ class KnnSpeedRow:
 def bench_knn(
     size: Size, *, device: str, k: int = 20, bank_block: int = 65536, query_block: int = 4096
 ) -> list[KnnSpeedRow]:
-    """One row with the bank in a file and one with it in memory; an error if the search misses neighbours."""
+    """One row with the bank in a file and one with it in memory; an error if the search misses neighbors."""
     generator = torch.Generator(device).manual_seed(0)
-    centres = torch.randn(CLASSES, size.dim, device=device, generator=generator)
-    labels, queries = sample_features(centres, size.queries, generator)
+    centers = torch.randn(CLASSES, size.dim, device=device, generator=generator)
+    labels, queries = sample_features(centers, size.queries, generator)
     rows = []
     with tempfile.TemporaryDirectory(prefix="sima-knn-") as folder:
         path = Path(folder) / "bank.npy"
-        bank_labels = write_bank(path, centres, size.bank, bank_block, generator)
-        exact = exact_neighbours(queries[:CHECKED], np.load(path, mmap_mode="r"), k, device, bank_block)
+        bank_labels = write_bank(path, centers, size.bank, bank_block, generator)
+        exact = exact_neighbors(queries[:CHECKED], np.load(path, mmap_mode="r"), k, device, bank_block)
         nearest(queries[:1], np.load(path, mmap_mode="r")[:k], k, device=device)  # warm-up
         for source in ("file", "memory"):
             _drop_from_page_cache(path)
@@ -97,7 +97,7 @@ def bench_knn(
             recall = common_share(indices[:CHECKED], exact)
             if recall < MIN_RECALL:
                 raise RuntimeError(
-                    f"the search found {recall:.1%} of the exact neighbours of {len(exact)} images, but at least "
+                    f"the search found {recall:.1%} of the exact neighbors of {len(exact)} images, but at least "
                     f"{MIN_RECALL:.0%} are required: its result on this device is wrong, so its time is not reported"
                 )
             rows.append(
@@ -119,26 +119,26 @@ def bench_knn(
     return rows
 
 
-def sample_features(centres: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, np.ndarray]:
-    """Labels [n] and features [n, D] in half precision: the centre of the class plus noise."""
-    labels = torch.randint(len(centres), (count,), device=centres.device, generator=generator)
-    noise = torch.randn(count, centres.shape[1], device=centres.device, generator=generator)
-    return labels.cpu(), (centres[labels] + NOISE * noise).half().cpu().numpy()
+def sample_features(centers: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, np.ndarray]:
+    """Labels [n] and features [n, D] in half precision: the center of the class plus noise."""
+    labels = torch.randint(len(centers), (count,), device=centers.device, generator=generator)
+    noise = torch.randn(count, centers.shape[1], device=centers.device, generator=generator)
+    return labels.cpu(), (centers[labels] + NOISE * noise).half().cpu().numpy()
 
 
-def write_bank(path: Path, centres: Tensor, count: int, block: int, generator: torch.Generator) -> Tensor:
+def write_bank(path: Path, centers: Tensor, count: int, block: int, generator: torch.Generator) -> Tensor:
     """Write features [m, D] to a file, block by block; returns their labels [m]."""
-    values = np.lib.format.open_memmap(path, mode="w+", dtype=np.float16, shape=(count, centres.shape[1]))
+    values = np.lib.format.open_memmap(path, mode="w+", dtype=np.float16, shape=(count, centers.shape[1]))
     labels = []
     for start in range(0, count, block):
-        some, features = sample_features(centres, min(block, count - start), generator)
+        some, features = sample_features(centers, min(block, count - start), generator)
         values[start : start + len(features)] = features
         labels.append(some)
     values.flush()
     return torch.cat(labels)
 
 
-def exact_neighbours(queries: np.ndarray, bank: np.ndarray, k: int, device: str, block: int) -> Tensor:
+def exact_neighbors(queries: np.ndarray, bank: np.ndarray, k: int, device: str, block: int) -> Tensor:
     """Indices [n, k] of the nearest by cosine in double precision."""
     unit = F.normalize(torch.from_numpy(queries).to(device).double(), dim=1)
     parts = [
@@ -149,7 +149,7 @@ def exact_neighbours(queries: np.ndarray, bank: np.ndarray, k: int, device: str,
 
 
 def common_share(found: Tensor, exact: Tensor) -> float:
-    """Share of the exact neighbours [n, k] that are among the found ones, in any order."""
+    """Share of the exact neighbors [n, k] that are among the found ones, in any order."""
     return (found[:, :, None] == exact[:, None, :]).any(1).float().mean().item()
 
 

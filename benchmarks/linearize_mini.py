@@ -40,7 +40,7 @@ TEACHER = "teacher"
 TEACHER_RUN = next(run for run in RUNS if run.name == "softmax_relu")
 SCRATCH_RUN = next(run for run in RUNS if run.name == "sima_relu_lr")  # at the rate that suits SimA
 EPOCHS = 6  # of a student, all stages together
-LABELLED_EPOCHS = 2  # of them, with labels
+LABELED_EPOCHS = 2  # of them, with labels
 BATCH = 128
 TEACHER_SETTINGS = ("run.cuda_graph=true", "run.eval_epochs=20")
 # The images as the teacher was trained with them, without mixtures.
@@ -159,8 +159,8 @@ class Bench(StepBench):
             last, changes = place / "run", [*self.teacher_settings, *self.settings]
             self.train_classifier(with_shape_of(teacher, self.recipe(SCRATCH_RUN, EPOCHS)), last, changes)
         else:
-            labelled = LABEL_SETTINGS if student.labels else ()
-            last, changes = place / "linearized", [*schedule_of(student.labels), *STUDENT_SETTINGS, *labelled]
+            labeled = LABEL_SETTINGS if student.labels else ()
+            last, changes = place / "linearized", [*schedule_of(student.labels), *STUDENT_SETTINGS, *labeled]
             changes += [*self.settings, *self.student_settings]
             options: dict[str, Any] = {"attention": student.attention, "batch": BATCH, "device": self.device}
             train = partial(linearize, teacher, self.data, last, overrides=changes, **options)
@@ -193,7 +193,7 @@ def with_shape_of(folder: Path, recipe: Recipe) -> Recipe:
 
 def schedule_of(labels: bool) -> list[str]:
     """One epoch block by block, one for the attentions in the network, the others for all weights."""
-    finetune = LABELLED_EPOCHS if labels else 0
+    finetune = LABELED_EPOCHS if labels else 0
     epochs = {"block": 1, "attention": 1, "network": EPOCHS - 2 - finetune, "finetune": finetune}
     return [f"schedule.{stage}_epochs={count}" for stage, count in epochs.items()]
 
@@ -236,7 +236,7 @@ def mini_table(rows: Sequence[MiniRow]) -> TextTable:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run steps, or collect the rows."""
-    parser = step_parser(__doc__, "a folder of labelled 64-pixel images", "runs/linearize_mini", Bench.steps)
+    parser = step_parser(__doc__, "a folder of labeled 64-pixel images", "runs/linearize_mini", Bench.steps)
     parser.add_argument("--epochs", type=int, default=TEACHER_RUN.epochs, help="epochs of the teacher")
     for group in ("set-teacher", "set-student"):
         parser.add_argument(f"--{group}", action="append", default=[], metavar="NAME=VALUE", help="a setting")

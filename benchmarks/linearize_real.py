@@ -279,7 +279,7 @@ def saliency(tokens: Tensor, decoder: Decoder) -> Tensor:
 
 
 def load_photo(path: Path) -> Tensor:
-    """A normalised image [3, SIZE, SIZE]."""
+    """A normalized image [3, SIZE, SIZE]."""
     from PIL import Image
 
     from sima_attn.data.loader import evaluation_transform

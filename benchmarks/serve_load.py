@@ -35,7 +35,7 @@ BODY = {"Content-Type": "application/octet-stream"}
 
 @dataclass(frozen=True)
 class LoadRow:
-    """Answers by status, latencies of analysed photos, and memory of the server in MiB.
+    """Answers by status, latencies of analyzed photos, and memory of the server in MiB.
 
     `busy_429`: rejected because the queue is full. `refused_4xx`: the body is not a photo. `no_answer`: the connection
     broke.
@@ -121,10 +121,10 @@ def bench_load(*, model: str | None = None, clients: int = 64, seconds: float = 
             thread.join()
         took = time.monotonic() - start  # includes the answers that arrived after `seconds`
         memory.append(_resident_mib(pid))
-    return summarise(tally, memory, model=facts["name"], clients=clients, seconds=seconds, took=took)
+    return summarize(tally, memory, model=facts["name"], clients=clients, seconds=seconds, took=took)
 
 
-def summarise(tally: Tally, memory: list[float], *, model: str, clients: int, seconds: float, took: float) -> LoadRow:
+def summarize(tally: Tally, memory: list[float], *, model: str, clients: int, seconds: float, took: float) -> LoadRow:
     """The row of a tally and of memory sampled at equal intervals."""
     statuses = tally.statuses
     classes = [status // 100 for status in statuses]
@@ -160,11 +160,11 @@ def create_requests(size: int) -> list[Request]:
         Image.fromarray(noise).resize((320, 240)).save(buffer, kind)
         encoded[kind] = buffer.getvalue()
     return [
-        Request(40, "POST", "/api/analyse", encoded["JPEG"], is_photo=True),
-        Request(20, "POST", "/api/analyse", encoded["PNG"], is_photo=True),
+        Request(40, "POST", "/api/analyze", encoded["JPEG"], is_photo=True),
+        Request(20, "POST", "/api/analyze", encoded["PNG"], is_photo=True),
         Request(14, "POST", "/api/effect?layer=0&row=0&column=0", encoded["JPEG"], is_photo=True),
         Request(1, "POST", f"/api/times?size={size}", encoded["JPEG"]),
-        Request(10, "POST", "/api/analyse", encoded["PNG"][:2000]),
+        Request(10, "POST", "/api/analyze", encoded["PNG"][:2000]),
         Request(10, "GET", "/"),
         Request(5, "GET", "/api/model"),
     ]

@@ -3,7 +3,7 @@
     python benchmarks/unsure.py --known tiny-imagenet-100 --others imagenet-samples --more cifar10 --out unsure.csv
 
 Known images are the val images of the model's classes; `--others` is a folder of photos named WNID_NAME.jpg, of which
-those of its classes are left out; `--more` is labelled data of other classes, such as CIFAR-10, whose classes are near
+those of its classes are left out; `--more` is labeled data of other classes, such as CIFAR-10, whose classes are near
 some of the model's (cat, automobile). Three scores are compared. The threshold is chosen on `--others`, and with
 `--store` written into the card of the model: `sima classify` and the pages then say "unsure" below it.
 """

@@ -78,7 +78,7 @@ def test_what_a_training_suggests_runs_and_suggests_what_runs(suggested, tmp_pat
 
 
 def test_a_run_of_dino_leads_on(tmp_path, monkeypatch):
-    """Heat maps, an ONNX file, an audit, and classes by the nearest labelled images."""
+    """Heat maps, an ONNX file, an audit, and classes by the nearest labeled images."""
     monkeypatch.chdir(tmp_path)
     data = class_folders(tmp_path / "data")
     run, photo = tmp_path / "run", _next.first_image(str(data))
@@ -112,7 +112,7 @@ def test_a_run_without_labels_says_which_images_it_needs(tmp_path, monkeypatch):
     assert "give a folder with one folder per class with --data" in str(result.exception)
 
 
-def test_the_softmax_of_the_nearest_neighbours_is_their_vote():
+def test_the_softmax_of_the_nearest_neighbors_is_their_vote():
     torch.manual_seed(0)
     bank, labels = torch.randn(30, 8), torch.arange(30) % 4
     classifier = KnnClassifier(torch.nn.Identity(), Features(bank.numpy(), labels.numpy(), None, [*"abcd"]), k=7)

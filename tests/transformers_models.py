@@ -22,7 +22,7 @@ TIMM = {
     "do_pooling": True,
 }
 # name -> (model class, configuration class, arguments)
-HONOURED = {
+HONORED = {
     "vit": ("ViTModel", "ViTConfig", VISION),
     "vit_classifier": ("ViTForImageClassification", "ViTConfig", VISION),
     "deit": ("DeiTModel", "DeiTConfig", VISION),

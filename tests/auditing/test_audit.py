@@ -188,7 +188,7 @@ def test_an_mlp_inside_an_attention_is_not_attention():
 
 def test_a_network_without_attention_says_so():
     report = audit(nn.Sequential(nn.Linear(4, 4), nn.Sigmoid()), torch.randn(2, 4))
-    assert report.summary() == "8 sigmoid elements; no attention recognised"
+    assert report.summary() == "8 sigmoid elements; no attention recognized"
     assert report.in_paper == ()
 
 
@@ -442,7 +442,7 @@ def test_a_softmax_between_products_is_attention_and_a_last_one_is_not(graphs):
     report = audit(graphs.write(*inside, inputs=[graphs.value("x"), graphs.value("v", (6, 5))]))
     assert (report.attention_exps, report.macs, report.in_paper) == (12, 2 * 6 * 5, ("?",))
     report = audit(graphs.write(graphs.node("Softmax", ["x"], ["y"])))
-    assert report.summary() == "12 Softmax elements; no attention recognised"
+    assert report.summary() == "12 Softmax elements; no attention recognized"
 
 
 def test_nodes_inside_subgraphs(graphs):
@@ -514,7 +514,7 @@ def test_open_shapes_are_unknown_until_a_size_is_given(graphs):
     assert report.input_size == (("batch", 3, "height", "?"),)
     assert (report.exps, report.attention_exps, report.macs, report.params) == (None, 0, None, 384)
     assert report.table().lines == [["Gelu", "rest", "1", "unknown"]]
-    assert report.summary() == "an unknown number of Gelu elements; no attention recognised"
+    assert report.summary() == "an unknown number of Gelu elements; no attention recognized"
     assert "unknown MACs" in report.facts()
     fixed = audit(path, 16)
     assert (fixed.exps, fixed.macs) == (8 * 4 * 4, 8 * 4 * 4 * 3 * 4 * 4)

@@ -188,7 +188,7 @@ def sima(*arguments):
 
 
 @needs_onnx
-def test_export_quantise_and_audit_from_the_command_line(tmp_path, monkeypatch):
+def test_export_quantize_and_audit_from_the_command_line(tmp_path, monkeypatch):
     pytest.importorskip("sklearn")
     load = loading.load_model
 

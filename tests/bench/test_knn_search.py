@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import knn_search
-from knn_search import KnnSpeedRow, Size, bench_knn, common_share, exact_neighbours, peak_memory
+from knn_search import KnnSpeedRow, Size, bench_knn, common_share, exact_neighbors, peak_memory
 from sima_attn.report.rows import read_rows
 
 
@@ -31,7 +31,7 @@ def test_blocks_may_be_smaller_than_the_bank():
     assert [row.recall for row in rows] == [1.0, 1.0]
 
 
-def test_a_search_that_misses_neighbours_is_an_error(monkeypatch):
+def test_a_search_that_misses_neighbors_is_an_error(monkeypatch):
     right = knn_search.nearest
 
     def wrong(queries, bank, k, **options):
@@ -39,7 +39,7 @@ def test_a_search_that_misses_neighbours_is_an_error(monkeypatch):
         return cosines, (indices + 1) % len(bank)
 
     monkeypatch.setattr(knn_search, "nearest", wrong)
-    with pytest.raises(RuntimeError, match=r"of the exact neighbours of 32 images, but at least 99% are required"):
+    with pytest.raises(RuntimeError, match=r"of the exact neighbors of 32 images, but at least 99% are required"):
         bench_knn(Size(500, 8, 40), device="cpu")
 
 
@@ -48,7 +48,7 @@ def test_the_exact_search_and_the_share_in_common():
     queries, bank = (generator.normal(size=(n, 6)).astype(np.float16) for n in (4, 30))
     unit = [x.astype(np.float64) / np.linalg.norm(x.astype(np.float64), axis=1, keepdims=True) for x in (queries, bank)]
     expected = np.argsort(-(unit[0] @ unit[1].T), axis=1)[:, :3]
-    assert np.array_equal(exact_neighbours(queries, bank, 3, "cpu", block=7).numpy(), expected)
+    assert np.array_equal(exact_neighbors(queries, bank, 3, "cpu", block=7).numpy(), expected)
     assert common_share(torch.tensor([[2, 1], [5, 6]]), torch.tensor([[1, 2], [5, 7]])) == 0.75
 
 

@@ -213,4 +213,4 @@ def test_a_student_sees_six_epochs_of_images_with_labels_or_without():
     for labels in (False, True):
         epochs = [int(setting.rpartition("=")[2]) for setting in linearize_mini.schedule_of(labels)]
         assert sum(epochs) == linearize_mini.EPOCHS
-        assert epochs[-1] == (linearize_mini.LABELLED_EPOCHS if labels else 0)
+        assert epochs[-1] == (linearize_mini.LABELED_EPOCHS if labels else 0)

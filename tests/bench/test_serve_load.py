@@ -11,7 +11,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
 import serve_load
-from serve_load import LoadRow, Tally, bench_load, summarise
+from serve_load import LoadRow, Tally, bench_load, summarize
 from serving import serving
 from sima_attn.explain.photo_model import photo_model
 from sima_attn.report.rows import read_rows
@@ -23,7 +23,7 @@ FLAT = [100.0, 180.0, 200.0, 190.0, 205.0, 204.0, 203.0, 210.0]
 
 
 def test_answers_are_counted_by_class():
-    row = summarise(TALLY, FLAT, **FACTS)
+    row = summarize(TALLY, FLAT, **FACTS)
     assert (row.answers, row.ok_2xx, row.busy_429, row.refused_4xx) == (11, 6, 3, 2)
     assert (row.failed_5xx, row.no_answer) == (0, 0)
     assert (row.p50_ms, row.photos_per_second) == (30.0, 0.5)
@@ -41,7 +41,7 @@ def test_answers_are_counted_by_class():
     ],
 )
 def test_what_is_wrong_is_noticed(wrong, said):
-    assert said in replace(summarise(TALLY, FLAT, **FACTS), **wrong).problem()
+    assert said in replace(summarize(TALLY, FLAT, **FACTS), **wrong).problem()
 
 
 def test_a_short_run_against_the_page(tmp_path, monkeypatch):

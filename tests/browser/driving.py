@@ -21,7 +21,7 @@ document.dispatchEvent(kind === "paste"
 
 
 def set_window(driver, size, *, dark=False):
-    """Give the page a size in CSS pixels, as on a phone where it is narrow, and a colour scheme."""
+    """Give the page a size in CSS pixels, as on a phone where it is narrow, and a color scheme."""
     width, height = size
     metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)

@@ -46,7 +46,7 @@ needs_runtime = pytest.mark.skipif(
 def subject():
     torch.manual_seed(0)
     model = timm.create_model(NAME, depth=2).eval()
-    with torch.no_grad():  # random weights say the same of every photo: these have a favourite for each
+    with torch.no_grad():  # random weights say the same of every photo: these have a favorite for each
         model.head.weight *= 40
         model.head.bias -= model(torch.randn(16, 3, 1, 1).expand(-1, -1, 64, 64)).mean(0)
     return photo_model(model, name=NAME, trained=False)
@@ -71,11 +71,11 @@ def files(subject, tmp_path_factory):
     return {path.stem: path for path in folder.iterdir()}
 
 
-def noisy(size, colour):
-    """A PNG of one colour, with noise in which every pixel counts."""
+def noisy(size, color):
+    """A PNG of one color, with noise in which every pixel counts."""
     width, height = size
     noise = np.random.default_rng(0).integers(0, 256, (height, width, 3))
-    pixels = 0.7 * np.array(colour) + 0.3 * noise
+    pixels = 0.7 * np.array(color) + 0.3 * noise
     buffer = io.BytesIO()
     Image.fromarray(pixels.astype(np.uint8)).save(buffer, "PNG")
     return buffer.getvalue()
@@ -112,8 +112,8 @@ def test_the_browser_says_what_python_says_and_sends_no_photo(chromium, subject,
         until(chromium, lambda: "your photo does not leave it" in shown(chromium, "model"))
         until(chromium, lambda: len(chromium.find_elements(By.CSS_SELECTOR, "#samples img")) == 5)
         asked = len(served.requests)
-        for size, colour in PHOTOS.items():
-            data = noisy(size, colour)
+        for size, color in PHOTOS.items():
+            data = noisy(size, color)
             chromium.execute_script("document.getElementById('status').textContent = ''")
             give(chromium, data)
             until(chromium, lambda: " ms" in shown(chromium, "status"))

@@ -36,8 +36,8 @@ PIXELS = "return document.getElementById(arguments[0]).toDataURL('image/png').sp
 def served(tmp_path_factory):
     torch.manual_seed(0)
     samples = tmp_path_factory.mktemp("samples")
-    for name, colour in (("red", (200, 20, 20)), ("blue", (20, 20, 200))):
-        Image.new("RGB", (60, 40), colour).save(samples / f"{name}.png")
+    for name, color in (("red", (200, 20, 20)), ("blue", (20, 20, 200))):
+        Image.new("RGB", (60, 40), color).save(samples / f"{name}.png")
     model = timm.create_model("sima_deit_tiny_patch16_224", **VIT).eval()
     small = photo_model(model, name="small", trained=False, classes=CLASSES, size=32)
     with serving(create_app(small, samples=samples, limits=LIMITS)) as served:
@@ -81,7 +81,7 @@ def test_a_dropped_photo_gets_five_guesses_with_bars_and_a_map(page):
     assert shown(page, "status") == f"{names[0]}, {shares[0]}"
     image = pixels(page)
     assert image.shape[:2] == (683, 1024)
-    assert np.abs(image - image.mean(axis=2, keepdims=True)).max() > 50  # a grey photo has coloured heat on it
+    assert np.abs(image - image.mean(axis=2, keepdims=True)).max() > 50  # a gray photo has colored heat on it
 
 
 def test_sliders_and_choices_change_the_map(page):
@@ -99,7 +99,7 @@ def test_sliders_and_choices_change_the_map(page):
         assert np.abs(one - other).mean() > 1
     slide(page, "opacity", 0)
     plain = pixels(page)
-    assert np.abs(plain - plain.mean(axis=2, keepdims=True)).max() < 3  # the photo as it is: grey
+    assert np.abs(plain - plain.mean(axis=2, keepdims=True)).max() < 3  # the photo as it is: gray
 
 
 def test_a_clicked_patch_shows_what_it_takes_and_escape_goes_back(page):
@@ -118,13 +118,13 @@ def test_a_clicked_patch_shows_what_it_takes_and_escape_goes_back(page):
     until(page, lambda: "negative" in shown(page, "status"))
     assert shown(page, "status").startswith("patch 0, 1: ")
     slide(page, "layer", 1)
-    until(page, lambda: "analysing" not in shown(page, "status"))
+    until(page, lambda: "analyzing" not in shown(page, "status"))
     assert np.abs(pixels(page) - effect).mean() > 1
 
 
 def test_a_photo_comes_in_every_way(page, tmp_path, served):
     def looked_at():
-        return served.requests.count(("POST", "/api/analyse"))
+        return served.requests.count(("POST", "/api/analyze"))
 
     (tmp_path / "mine.jpg").write_bytes(photo((64, 64), "JPEG"))
     ways = [
@@ -218,7 +218,7 @@ def test_an_unsure_answer_is_called_so(chromium):
 
 def test_a_result_without_maps_and_classes_is_the_photo(page, monkeypatch):
     nothing = analysis.Analysis(32, 32, [], False, [])
-    monkeypatch.setattr(analysis.Analyzer, "analyse", lambda *_: nothing)
+    monkeypatch.setattr(analysis.Analyzer, "analyze", lambda *_: nothing)
     give(page, photo())
     until(page, lambda: page.find_element(By.ID, "photo").is_displayed())
     for name in ("map", "controls", "classes"):
@@ -265,7 +265,7 @@ def test_a_refused_file_is_explained_and_the_page_goes_on(chromium, served, data
 
 @pytest.mark.parametrize("size", [WIDE, NARROW], ids=["desktop", "phone"])
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_it_fits_the_window_and_follows_the_colours_of_the_system(page, shots, size, dark):
+def test_it_fits_the_window_and_follows_the_colors_of_the_system(page, shots, size, dark):
     set_window(page, size, dark=dark)
     page.save_screenshot(str(shots / f"start-{size[0]}-{'dark' if dark else 'light'}.png"))
     drop_and_wait(page)

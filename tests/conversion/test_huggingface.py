@@ -12,14 +12,14 @@ from sima_attn.conversion.modules import Refused
 from sima_attn.conversion.placing import converted_modules
 from sima_attn.nn import SimMultiheadAttention, attention_class
 from sima_attn.ops import ExpCounter
-from transformers_models import HONOURED, MASKED, SILENT, VISION, build, build_clip, features, image, outputs
+from transformers_models import HONORED, MASKED, SILENT, VISION, build, build_clip, features, image, outputs
 
 transformers = pytest.importorskip("transformers")
 
 
-@pytest.mark.parametrize("name", HONOURED)
+@pytest.mark.parametrize("name", HONORED)
 def test_converts_every_layer_and_comes_back(name):
-    model = build(HONOURED, name)
+    model = build(HONORED, name)
     before = outputs(model, pixel_values=image())
     state = {key: value.clone() for key, value in model.state_dict().items()}
     report = convert(model)
@@ -52,7 +52,7 @@ PREFIX_TOKENS = {
 @pytest.mark.parametrize("attention", ["sima_local", "relu2", "relu2_wide"])
 @pytest.mark.parametrize("name", PREFIX_TOKENS)
 def test_the_local_branch_sees_the_patch_tokens_and_learns(name, attention):
-    model = build(HONOURED, name)
+    model = build(HONORED, name)
     before, keys = outputs(model, pixel_values=image()), list(model.state_dict())
     report = convert(model, attention)
     modules = [model.get_submodule(path) for path in converted_modules(model)]
@@ -79,7 +79,7 @@ def test_the_local_branch_sees_the_patch_tokens_and_learns(name, attention):
 
 @pytest.mark.parametrize("attention", ["xca", "elu", "efficient", "cosformer", "performer", "nystrom", "soft_full"])
 def test_other_attentions_of_the_registry(attention):
-    model = build(HONOURED, "vit")
+    model = build(HONORED, "vit")
     try:
         report = convert(model, attention)
     except ValueError as error:
@@ -94,18 +94,18 @@ def test_a_local_branch_has_the_grid_of_the_image():
     model = transformers.ViTModel(config).eval()
     convert(model, "sima_local")
     assert core_of(model.layers[0].attention).local.layout(25) == (1, 6, 4)
-    square = build(HONOURED, "vit")
+    square = build(HONORED, "vit")
     convert(square, "sima_local")
     square(torch.zeros(1, 3, 16, 64), interpolate_pos_encoding=True)
     assert core_of(square.layers[0].attention).local.layout(17) == (1, 2, 8)
-    other = build(HONOURED, "vit")
+    other = build(HONORED, "vit")
     convert(other, "sima_local", prefix_tokens=1, grid=(2, 8))  # what is given is taken
     assert core_of(other.layers[0].attention).local.grid == (2, 8)
 
 
 def test_tokens_that_are_no_grid_are_refused_by_attentions_with_a_local_branch(tmp_path):
     with pytest.raises(ValueError, match=r"117 tokens are not a grid of 4 x 4 plus 0 prefix tokens"):
-        convert(build(HONOURED, "yolos"), "sima_local")  # 100 detection tokens come after the patches
+        convert(build(HONORED, "yolos"), "sima_local")  # 100 detection tokens come after the patches
     masked = build(MASKED, "vit_mae")
     with pytest.raises(
         ValueError, match=r"it sees some of the patches in a random order .* load the encoder as ViTModel"
@@ -161,14 +161,14 @@ def test_a_converted_part_stays_so_when_the_whole_cannot_be_converted():
 
 
 def test_what_is_sima_already_is_said_to_be():
-    model = build(HONOURED, "vit")
+    model = build(HONORED, "vit")
     convert(model)
     with pytest.raises(ValueError, match="the attentions of this ViTModel are 'sima' already"):
         convert(model)
 
 
 def test_the_proof_changes_no_mode():
-    model = build(HONOURED, "vit").train()
+    model = build(HONORED, "vit").train()
     model.embeddings.eval()  # a frozen part
     modes = {module: module.training for module in model.modules()}
     assert convert(model).proven
@@ -178,7 +178,7 @@ def test_the_proof_changes_no_mode():
 
 def test_a_compiled_part_takes_the_conversion():
     torch._dynamo.reset()
-    model, plain = build(HONOURED, "vit"), build(HONOURED, "vit")
+    model, plain = build(HONORED, "vit"), build(HONORED, "vit")
     convert(plain)
     model.layers[0] = torch.compile(model.layers[0], backend="eager")
     outputs(model, pixel_values=image())
@@ -187,13 +187,13 @@ def test_a_compiled_part_takes_the_conversion():
 
 
 def test_token_ref_reaches_the_operator():
-    model = build(HONOURED, "vit")
+    model = build(HONORED, "vit")
     convert(model)
     plain = outputs(model, pixel_values=image())
-    other = build(HONOURED, "vit")
+    other = build(HONORED, "vit")
     convert(other, token_ref=17)  # 16 patches and the class token: a factor of 1
     assert_close(outputs(other, pixel_values=image()), plain, 1e-6)
-    larger = build(HONOURED, "vit")
+    larger = build(HONORED, "vit")
     convert(larger, token_ref=170)
     assert not torch.allclose(outputs(larger, pixel_values=image()), plain)
 
@@ -206,7 +206,7 @@ def converted_module(name, attention="sima"):
     return module
 
 
-def test_padding_masks_are_honoured_and_other_masks_refused():
+def test_padding_masks_are_honored_and_other_masks_refused():
     module = converted_module("SelfAttention")
     q, k, v = torch.randn(3, 2, 4, 6, 8)
     keep = torch.arange(6) < torch.tensor([[6], [4]])
@@ -234,11 +234,11 @@ def test_attentions_that_cannot_honour_a_mask_or_other_keys_are_refused():
 
 
 def test_wrong_use_is_named():
-    model = build(HONOURED, "vit")
+    model = build(HONORED, "vit")
     convert(model, "relu2")
     with pytest.raises(ValueError, match="it was converted to 'relu2' before; undo that first"):
         convert(model, "sima")
-    model = build(HONOURED, "vit")
+    model = build(HONORED, "vit")
     with pytest.raises(ValueError, match="it has softmax already"):
         convert(model, "softmax")
     with pytest.raises(ValueError, match=r"'sima' cannot be built with the options \{'nrom': 'l2'\}"):
@@ -261,7 +261,7 @@ def test_a_text_encoder_by_its_own_inputs():
 
 def test_a_converted_model_compiles_to_one_graph():
     torch._dynamo.reset()
-    model = build(HONOURED, "vit")
+    model = build(HONORED, "vit")
     convert(model)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert_close(outputs(compiled, pixel_values=image()), outputs(model, pixel_values=image()), 1e-5)
@@ -278,7 +278,7 @@ def test_padding_of_the_keys_hides_no_query_of_cross_attention():
 
 
 def test_where_chooses_modules_of_one_configuration():
-    model = build(HONOURED, "vit")
+    model = build(HONORED, "vit")
     with ExpCounter() as all_softmax:
         outputs(model, pixel_values=image(1))
     report = convert(model, where=lambda path, module: path.startswith("layers.1."))
@@ -304,7 +304,7 @@ def test_where_converts_the_vision_model_beside_a_causal_text_model():
 
 
 def test_the_attention_of_a_converted_model_cannot_be_set_to_another():
-    model = build(HONOURED, "vit")
+    model = build(HONORED, "vit")
     report = convert(model)
     with pytest.raises(ValueError, match="attn_implementation='eager' cannot be set"):
         model.set_attn_implementation("eager")
@@ -313,7 +313,7 @@ def test_the_attention_of_a_converted_model_cannot_be_set_to_another():
 
 
 def test_a_model_that_shares_the_configuration_is_not_switched_silently():
-    model = build(HONOURED, "vit")
+    model = build(HONORED, "vit")
     config = copy.deepcopy(model.config)
     teacher = transformers.ViTModel(model.config).eval()
     report = convert(model)
@@ -335,9 +335,9 @@ def test_the_bare_setting_of_transformers_is_refused():
 
 
 def test_models_of_transformers_inside_a_plain_module_and_modules_inside_them():
-    model = torch.nn.Sequential(build(HONOURED, "vit"))
+    model = torch.nn.Sequential(build(HONORED, "vit"))
     assert len(convert(model, example_inputs=image(1)).converted) == 2
-    part = build(HONOURED, "siglip")
+    part = build(HONORED, "siglip")
     convert(part.head)
     assert isinstance(part.head.attention, SimMultiheadAttention)
 
@@ -346,7 +346,7 @@ def test_models_of_transformers_inside_a_plain_module_and_modules_inside_them():
     ("attention", "new"), [("elu", "EluAttention"), ("sima_local", "SimLocalAttention"), ("relu2", "Relu2Attention")]
 )
 def test_a_timm_model_in_its_wrapper_takes_any_attention(attention, new):
-    model = build(HONOURED, "timm")
+    model = build(HONORED, "timm")
     before = outputs(model, pixel_values=image())
     report = convert(model, attention)
     assert {one.new for one in report.converted} == {new}
@@ -372,6 +372,6 @@ def test_the_word_vision_converts_the_vision_model_and_needs_no_inputs(family, c
 
 def test_the_word_vision_needs_a_vision_model():
     with pytest.raises(ValueError, match='where="vision" is for models of transformers with a vision_model'):
-        convert(build(HONOURED, "vit"), where="vision", example_inputs=image())
+        convert(build(HONORED, "vit"), where="vision", example_inputs=image())
     with pytest.raises(TypeError, match="or 'vision', got 'text'"):
-        convert(build(HONOURED, "vit"), where="text")
+        convert(build(HONORED, "vit"), where="text")

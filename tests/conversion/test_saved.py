@@ -19,11 +19,11 @@ from fresh_imports import run_fresh
 from sima_attn.conversion import convert, load_pretrained
 from sima_attn.conversion.placing import converted_modules
 from sima_attn.conversion.saved import SEALS, load_saved
-from transformers_models import HONOURED, MASKED, TEXT, TOKENS, VISION, build, build_clip, features, image, outputs
+from transformers_models import HONORED, MASKED, TEXT, TOKENS, VISION, build, build_clip, features, image, outputs
 
 transformers = pytest.importorskip("transformers")
 
-HONOURED = HONOURED | MASKED
+HONORED = HONORED | MASKED
 ALONE = {
     "clip_vision": ("clip", "AutoModel"),
     "siglip_vision": ("siglip", "AutoModel"),
@@ -48,7 +48,7 @@ def converted(name, **options):
         model = clipseg()
         convert(model.clip.vision_model, **options)
         return model, model.clip.vision_model, transformers.AutoModel  # which has CLIPSegModel
-    model = build(HONOURED, ALONE[name][0])
+    model = build(HONORED, ALONE[name][0])
     convert(model, **options)
     return model, model, getattr(transformers, ALONE[name][1])
 
@@ -88,7 +88,7 @@ def test_saved_and_loaded_twice_it_is_the_same_model(name, tmp_path):
 
 @pytest.mark.parametrize("attention", ["sima_local", "relu2", "relu2_wide"])
 def test_a_local_branch_and_its_grid_are_saved(attention, tmp_path):
-    model = build(HONOURED, "timm")
+    model = build(HONORED, "timm")
     convert(model, attention, grid=(4, 4))
     for block in model.timm_model.blocks:
         torch.nn.init.normal_(block.attn.local.weight)
@@ -293,7 +293,7 @@ def test_a_converted_module_that_is_not_there_is_an_error(tmp_path):
 
 @pytest.mark.parametrize("name", ["vit", "clip"])
 def test_after_undo_it_is_saved_as_it_was(name, tmp_path):
-    model = build(HONOURED, "vit") if name == "vit" else build_clip()
+    model = build(HONORED, "vit") if name == "vit" else build_clip()
     part = model if name == "vit" else model.vision_model
     before, entries = features(model), model.config.to_dict()
     convert(part, token_ref=9).undo()
@@ -306,8 +306,8 @@ def test_after_undo_it_is_saved_as_it_was(name, tmp_path):
 
 
 INNER = {
-    "pooling head": (lambda: build(HONOURED, "siglip"), lambda model: model.head),
-    "timm model": (lambda: build(HONOURED, "timm"), lambda model: model.timm_model),
+    "pooling head": (lambda: build(HONORED, "siglip"), lambda model: model.head),
+    "timm model": (lambda: build(HONORED, "timm"), lambda model: model.timm_model),
     "encoder": (build_clip, lambda model: model.vision_model.encoder),
 }
 
@@ -326,7 +326,7 @@ def test_a_part_that_cannot_mark_the_model_around_it_keeps_it_from_being_saved(i
 
 
 def test_a_converted_model_that_is_put_into_another_keeps_that_from_being_saved(tmp_path):
-    model, other = build_clip(), build(HONOURED, "clip")
+    model, other = build_clip(), build(HONORED, "clip")
     convert(other)
     model.vision_model = other
     with pytest.raises(ValueError, match="was converted, or put back, without this CLIPModel around it"):
@@ -355,7 +355,7 @@ def test_the_configuration_of_a_converted_model_is_not_chosen_when_it_is_loaded(
 
 
 def test_a_model_in_another_module_is_marked_too(tmp_path):
-    model = nn.Sequential(build(HONOURED, "vit"))
+    model = nn.Sequential(build(HONORED, "vit"))
     convert(model, example_inputs=image(1))
     model[0].save_pretrained(tmp_path)
     assert len(converted_modules(transformers.AutoModel.from_pretrained(tmp_path))) == 2

@@ -2,7 +2,7 @@
 
 import torch
 
-from sima_attn.data.augment import crop_and_flip, erase, jitter_colours
+from sima_attn.data.augment import crop_and_flip, erase, jitter_colors
 from sima_attn.data.settings import Augment
 
 
@@ -55,8 +55,8 @@ def test_erasing_fills_one_box_an_image_with_noise():
 
 def test_jitter_leaves_the_range_and_no_strength_the_image():
     images = torch.rand(16, 3, 8, 8)
-    out = jitter_colours(images, 0.4, 0.4, 0.4)
+    out = jitter_colors(images, 0.4, 0.4, 0.4)
     assert (out >= 0).all()
     assert (out <= 1).all()
     assert not torch.allclose(out, images)
-    assert torch.allclose(jitter_colours(images, 0.0, 0.0, 0.0), images, atol=1e-6)
+    assert torch.allclose(jitter_colors(images, 0.0, 0.0, 0.0), images, atol=1e-6)

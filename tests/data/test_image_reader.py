@@ -53,7 +53,7 @@ def photo_bytes(orientation, kind="PNG", pixels=None, mode="RGB", **options):
     ("kind", "mode"), [("PNG", "RGB"), ("PNG", "L"), ("PNG", "P"), ("TIFF", "RGB"), ("WEBP", "RGB")]
 )
 def test_a_photo_is_upright_whatever_its_orientation(tmp_path, orientation, kind, mode):
-    pixels = upright_pixels() // 128 * 255  # eight colours, which any palette has
+    pixels = upright_pixels() // 128 * 255  # eight colors, which any palette has
     data = photo_bytes(orientation, kind, pixels, mode, **({"lossless": True} if kind == "WEBP" else {}))
     (tmp_path / "photo").write_bytes(data)
     expected = Image.fromarray(pixels).convert(mode).convert("RGB")
@@ -269,7 +269,7 @@ def test_a_strip_loses_its_ends_before_it_is_resized_and_ordinary_images_keep_th
         assert torch.equal(ours(image), theirs(image)), (width, height)
     smooth = np.linspace(0, 255, 3001).astype(np.uint8)[:, None, None].repeat(30, 1).repeat(3, 2)
     for strip in (Image.fromarray(smooth), Image.fromarray(smooth.swapaxes(0, 1))):
-        assert (ours(strip) - theirs(strip)).abs().max() < 0.05  # two levels of grey
+        assert (ours(strip) - theirs(strip)).abs().max() < 0.05  # two levels of gray
     made, resize = [], Image.Image.resize
 
     def watched(image, size, *arguments, **options):

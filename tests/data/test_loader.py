@@ -99,8 +99,8 @@ def test_posterize_keeps_a_bit_whatever_the_noise(policy):
     ops = [op for op in step.ops if op.name.startswith("Posterize")]
     assert ops
     random.seed(0)
-    grey = Image.linear_gradient("L").resize((16, 16))
-    kept = {len(set(op(grey).tobytes())) for op in ops for _ in range(3000)}
+    gray = Image.linear_gradient("L").resize((16, 16))
+    kept = {len(set(op(gray).tobytes())) for op in ops for _ in range(3000)}
     assert 2 in kept  # shades: one bit of them
     assert min(kept) == 2
 

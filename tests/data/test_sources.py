@@ -132,15 +132,15 @@ def test_images_without_labels_can_be_read_where_none_are_needed(folders, tmp_pa
     for name in ("flat", "parquet", "tar"):
         with pytest.raises(ValueError, match=r"no class folders|no column 'label'|has no label"):
             open_data(tmp_path / name)
-        free = open_data(tmp_path / name, labelled=False)
+        free = open_data(tmp_path / name, labeled=False)
         assert free.classes == []
         assert len(free) == len(source)
         assert free.labels.tolist() == [0] * len(source)
         assert all(np.array_equal(free.read(i), source.read(i)) for i in range(len(source)))
-    assert open_data(folders, labelled=False).classes == source.classes
+    assert open_data(folders, labeled=False).classes == source.classes
     (tmp_path / "empty" / "train").mkdir(parents=True)
     with pytest.raises(ValueError, match="contains no images"):
-        open_data(tmp_path / "empty", labelled=False)
+        open_data(tmp_path / "empty", labeled=False)
 
 
 @pytest.mark.parametrize("opened", ["gz", "bz2", "xz"])
@@ -258,7 +258,7 @@ def test_parquet_files_that_list_other_classes_are_named(tmp_path):
         write_parquet(root, samples, names, "train-c")
         with pytest.raises(ValueError, match=rf"classes of .*train-a-.* and .*train-c-.* differ: .*{what}"):
             open_data(root)
-        assert len(open_data(root, labelled=False)) == 6
+        assert len(open_data(root, labeled=False)) == 6
 
 
 def test_a_list_of_classes_that_contradicts_the_schema_is_an_error(tmp_path):

@@ -34,7 +34,7 @@ def test_annotations_of_boxes_are_known_for_what_they_are(flat, file):
     (flat / file).write_text("{}")
     with pytest.raises(ValueError, match=r"no class folders.* looks like annotations of boxes.*`sima detect train`"):
         open_data(flat)
-    assert len(open_data(class_folders(flat / "labelled"))) == 24
+    assert len(open_data(class_folders(flat / "labeled"))) == 24
 
 
 def test_one_folder_of_images_is_not_a_class_to_learn(flat):

@@ -31,7 +31,7 @@ def shape_on(pen, box, kind, ink):
 
 
 def coco_folder(root, counts=(4, 2), sides=((96, 80), (72, 96))):
-    """annotations/instances_SPLIT.json and images/: two shapes an image, every second image grey."""
+    """annotations/instances_SPLIT.json and images/: two shapes an image, every second image gray."""
     generator = np.random.default_rng(0)
     (root / "images").mkdir(parents=True)
     (root / "annotations").mkdir()

@@ -45,7 +45,7 @@ def perfect(data, score=0.9):
     return results
 
 
-def test_labels_close_the_gaps_of_the_ids_and_grey_images_are_rgb(folder):
+def test_labels_close_the_gaps_of_the_ids_and_gray_images_are_rgb(folder):
     data, said = opened(folder)
     assert said == []
     assert data.classes == ["square", "disc"]  # in the order of the ids 3 and 7, whatever that of the file
@@ -120,7 +120,7 @@ def test_an_image_that_cannot_be_meant_is_left_out_and_named(folder, change, rea
 
 
 def test_sizes_may_be_whole_floats_and_others_are_named(folder):
-    """As pandas and some labelling tools write them."""
+    """As pandas and some labeling tools write them."""
     edit(folder, lambda content: [image.update(width=float(image["width"])) for image in content["images"]])
     data, said = opened(folder)
     assert said == []
@@ -354,6 +354,6 @@ def test_coco_mini_is_read_and_its_own_objects_score_full_marks():
     assert scores.mask.ap > 99
     train = open_split(MINI, "train", said.append)
     assert len(train.only_trainable()) <= 96
-    grey = [i for i in range(len(train)) if Image.open(train.name(i)).mode == "L"]
-    assert len(grey) == 1
-    assert train.read(grey[0]).mode == "RGB"
+    gray = [i for i in range(len(train)) if Image.open(train.name(i)).mode == "L"]
+    assert len(gray) == 1
+    assert train.read(gray[0]).mode == "RGB"

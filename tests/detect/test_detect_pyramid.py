@@ -224,8 +224,8 @@ def test_anchors_lie_at_exact_strides_and_only_on_the_images():
     (single,) = Anchors()(ImageList(torch.zeros(1, 3, 64, 32), [(60, 30)]), alone)
     assert whole.shape == part.shape
     assert torch.equal(part[(part != 0).any(1)], single)
-    centres = (whole[-3 * 6 :, :2] + whole[-3 * 6 :, 2:]) / 2  # of the coarsest level: 2 x 3 cells
-    assert centres[::3].tolist() == [[x, y] for y in (0, 64) for x in (0, 64, 128)]
+    centers = (whole[-3 * 6 :, :2] + whole[-3 * 6 :, 2:]) / 2  # of the coarsest level: 2 x 3 cells
+    assert centers[::3].tolist() == [[x, y] for y in (0, 64) for x in (0, 64, 128)]
 
 
 def test_edges_are_repeated_into_the_padding():

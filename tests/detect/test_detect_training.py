@@ -109,7 +109,7 @@ class KilledError(Exception):
 
 
 def test_killed_and_gone_on_with_equals_never_stopped(data, tmp_path, monkeypatch):
-    """Bit for bit: weights, optimiser and logs; with a worker process after it and none before."""
+    """Bit for bit: weights, optimizer and logs; with a worker process after it and none before."""
     recipe = small_recipe(data, run={"checkpoint_steps": 2})
     once = replace(recipe, run=replace(recipe.run, checkpoint_steps=0))
     train_detector(once, tmp_path / "whole", device="cpu", quiet=True)

@@ -1,4 +1,4 @@
-"""DINO: loss, head, teacher and a whole optimiser step against formulas in NumPy; crops, collapse, crashes."""
+"""DINO: loss, head, teacher and a whole optimizer step against formulas in NumPy; crops, collapse, crashes."""
 
 import math
 import shutil
@@ -13,7 +13,7 @@ from torch import nn
 
 import forked
 from sima_attn._settings import check, from_dict, to_dict, with_overrides
-from sima_attn.data.augment import HUE, YIQ, blur, jitter_colours, random_boxes, sample_boxes
+from sima_attn.data.augment import HUE, YIQ, blur, jitter_colors, random_boxes, sample_boxes
 from sima_attn.data.crops import CropBatch, CropImage, View, split_views, views
 from sima_attn.data.settings import Crops, Data
 from sima_attn.dino import task as dino
@@ -89,13 +89,13 @@ def np_gelu(x):
     return x * 0.5 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
 
 
-def np_loss(student, teacher, centre, student_temp, teacher_temp):
+def np_loss(student, teacher, center, student_temp, teacher_temp):
     """student [V, B, K], teacher [G, B, K]."""
     terms = []
     for t in range(len(teacher)):
         for v in range(len(student)):
             if v != t:
-                p = np_softmax((teacher[t] - centre) / teacher_temp)
+                p = np_softmax((teacher[t] - center) / teacher_temp)
                 log_q = np.log(np_softmax(student[v] / student_temp))
                 terms.append(-(p * log_q).sum(-1).mean())
     return np.mean(terms)
@@ -117,19 +117,19 @@ def float64(module):
 @pytest.mark.parametrize(("V", "G"), [(5, 2), (2, 2), (3, 1), (4, 3)])
 def test_the_loss_is_the_mean_cross_entropy_of_different_views(V, G):
     B, K = 4, 12
-    student, teacher, centre = torch.randn(V * B, K), torch.randn(G * B, K), torch.randn(K)
+    student, teacher, center = torch.randn(V * B, K), torch.randn(G * B, K), torch.randn(K)
     loss = DinoLoss(SMALL)
-    loss.centre.copy_(centre)
+    loss.center.copy_(center)
     value, targets = loss(student, teacher, B, 0.05)
     expected = np_loss(
         student.double().numpy().reshape(V, B, K),
         teacher.double().numpy().reshape(G, B, K),
-        centre.double().numpy(),
+        center.double().numpy(),
         0.1,
         0.05,
     )
     assert value.item() == pytest.approx(expected, rel=1e-5)
-    assert np.allclose(targets.numpy(), np_softmax((teacher - centre).double().numpy() / 0.05), atol=1e-6)
+    assert np.allclose(targets.numpy(), np_softmax((teacher - center).double().numpy() / 0.05), atol=1e-6)
 
 
 def test_centring_takes_off_what_all_outputs_share():
@@ -137,7 +137,7 @@ def test_centring_takes_off_what_all_outputs_share():
     student, teacher = torch.randn(10, 12), torch.randn(4, 12)
     alone, _ = loss(student, teacher, 2, 0.04)
     shared = torch.randn(12)
-    loss.centre.copy_(shared)
+    loss.center.copy_(shared)
     moved, _ = loss(student, teacher + shared, 2, 0.04)
     assert torch.allclose(alone, moved, atol=1e-4)
 
@@ -157,7 +157,7 @@ def test_the_head_is_a_cosine_to_its_prototypes():
 
 
 def test_two_whole_steps_agree_with_numpy(tmp_path, monkeypatch):
-    """Numerical gradients, clipping of each, AdamW with its rising decay, teacher and centre: all in float64."""
+    """Numerical gradients, clipping of each, AdamW with its rising decay, teacher and center: all in float64."""
 
     def tiny(recipe):
         return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 4))
@@ -192,7 +192,7 @@ def test_two_whole_steps_agree_with_numpy(tmp_path, monkeypatch):
         x = np.concatenate(groups) @ w["backbone.2.weight"].T + w["backbone.2.bias"]
         return np_head(x, {n.removeprefix("head."): v for n, v in w.items()})
 
-    student, teacher, centre = start, {n: v.copy() for n, v in start.items()}, np.zeros(6)
+    student, teacher, center = start, {n: v.copy() for n, v in start.items()}, np.zeros(6)
     frozen = "head.last_layer.parametrizations.weight.original0"
     names = [n for n in student if n != frozen]
     moments = {n: [np.zeros_like(student[n]), np.zeros_like(student[n])] for n in names}
@@ -200,8 +200,8 @@ def test_two_whole_steps_agree_with_numpy(tmp_path, monkeypatch):
     for step, groups in enumerate(seen):
         outputs = logits(teacher, groups[:1])  # [2 * 3, 6]
 
-        def loss(w, groups=groups, outputs=outputs, centre=centre):
-            return np_loss(logits(w, groups).reshape(5, 3, 6), outputs.reshape(2, 3, 6), centre, 0.1, 0.04)
+        def loss(w, groups=groups, outputs=outputs, center=center):
+            return np_loss(logits(w, groups).reshape(5, 3, 6), outputs.reshape(2, 3, 6), center, 0.1, 0.04)
 
         rate = low + (lr - low) * (1 + math.cos(math.pi * step / 2)) / 2
         decay = 0.4 + (0.1 - 0.4) * (1 + math.cos(math.pi * step / 2)) / 2
@@ -228,12 +228,12 @@ def test_two_whole_steps_agree_with_numpy(tmp_path, monkeypatch):
         m = 1 + (0.6 - 1) * (1 + math.cos(math.pi * step / 2)) / 2
         for n in names:
             teacher[n] = m * teacher[n] + (1 - m) * student[n]
-        centre = 0.9 * centre + 0.1 * outputs.mean(0)
+        center = 0.9 * center + 0.1 * outputs.mean(0)
     assert 0 < clipped < 2 * len(names)
     for n in student:
         assert np.allclose(state["model"][n].numpy(), student[n], atol=2e-5), n
         assert np.allclose(state["task"]["teacher"][n].numpy(), teacher[n], atol=2e-5), n
-    assert np.allclose(state["task"]["centre"]["centre"].numpy(), centre, atol=1e-5)
+    assert np.allclose(state["task"]["center"]["center"].numpy(), center, atol=1e-5)
 
 
 def test_schedules():
@@ -287,7 +287,7 @@ def test_views_are_the_global_ones_and_then_the_local_ones():
     made = views(Crops(local_count=3), 224)
     assert [view.size for view in made] == [224, 224, 96, 96, 96]
     assert [view.blur for view in made] == [1.0, 0.1, 0.5, 0.5, 0.5]
-    assert [view.solarise for view in made] == [0.0, 0.2, 0.0, 0.0, 0.0]
+    assert [view.solarize for view in made] == [0.0, 0.2, 0.0, 0.0, 0.0]
     assert len(views(Crops(), 224)) == 10
     assert made[0] == View(224, (0.4, 1.0), 1.0, 0.0)
 
@@ -309,16 +309,16 @@ def test_crops_of_a_batch_have_their_sizes_and_are_all_different():
     for given in (data, data, replace(data, mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6))):
         torch.manual_seed(5)
         made.append(CropBatch(crops, given)(images))
-    for one, again, normalised in zip(*made, strict=True):
+    for one, again, normalized in zip(*made, strict=True):
         assert torch.equal(one, again)
         mean, std = torch.tensor([0.1, 0.2, 0.3]).view(3, 1, 1), torch.tensor([0.4, 0.5, 0.6]).view(3, 1, 1)
-        assert torch.allclose(normalised, (one - mean) / std, atol=1e-5)
+        assert torch.allclose(normalized, (one - mean) / std, atol=1e-5)
 
 
-def test_blur_and_solarisation_have_the_chance_of_their_view():
-    """Of the global views the first is never solarised here, the second always."""
+def test_blur_and_solarization_have_the_chance_of_their_view():
+    """Of the global views the first is never solarized here, the second always."""
     crops = Crops(
-        global_scale=(1.0, 1.0), local_count=0, flip=0.0, jitter=0.0, grey=0.0, blur=(0.0, 0.0, 0.0), solarise=1.0
+        global_scale=(1.0, 1.0), local_count=0, flip=0.0, jitter=0.0, gray=0.0, blur=(0.0, 0.0, 0.0), solarize=1.0
     )
     data = Data("", size=16, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
     white = torch.full((3, 3, 16, 16), 255, dtype=torch.uint8)
@@ -328,7 +328,7 @@ def test_blur_and_solarisation_have_the_chance_of_their_view():
     edge = white.clone()
     edge[..., :8] = 0
     torch.manual_seed(0)
-    blurred = CropBatch(replace(crops, solarise=0.0, blur=(1.0, 0.0, 0.0), blur_sigma=(2.0, 2.0)), data)(edge)[0]
+    blurred = CropBatch(replace(crops, solarize=0.0, blur=(1.0, 0.0, 0.0), blur_sigma=(2.0, 2.0)), data)(edge)[0]
     first, second = ((view > 0.02) & (view < 0.98) for view in blurred.chunk(2))
     assert (first.sum((1, 2, 3)) > second.sum((1, 2, 3))).all()
 
@@ -344,18 +344,18 @@ def test_drawing_the_views_leaves_the_weights_as_they_are(data, tmp_path, monkey
 
 
 def test_views_follow_one_another_each_of_all_images():
-    """Images of one colour each: every view of image b has colour b, in both ways of making them."""
-    plain = {"jitter": 0.0, "grey": 0.0, "blur": (1.0, 1.0, 1.0), "solarise": 0.0, "local_count": 3, "local_size": 8}
+    """Images of one color each: every view of image b has color b, in both ways of making them."""
+    plain = {"jitter": 0.0, "gray": 0.0, "blur": (1.0, 1.0, 1.0), "solarize": 0.0, "local_count": 3, "local_size": 8}
     crops = Crops(**plain)
     levels = [40, 120, 200]
     images = torch.tensor(levels, dtype=torch.uint8).view(3, 1, 1, 1).expand(3, 3, 16, 16)
-    plain_colours = Data("", size=16, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+    plain_colors = Data("", size=16, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
     from PIL import Image
 
     crop = CropImage(crops, 16, "bicubic")
     rows = torch.stack([crop(Image.new("RGB", (20, 18), (level,) * 3)) for level in levels])
     assert rows.dtype == torch.uint8
-    for groups in (CropBatch(crops, plain_colours)(images), split_views(rows, crops, 16)):
+    for groups in (CropBatch(crops, plain_colors)(images), split_views(rows, crops, 16)):
         assert [group.shape for group in groups] == [(6, 3, 16, 16), (9, 3, 8, 8)]
         for group in groups:
             expected = torch.tensor(levels).repeat(len(group) // 3).view(-1, 1, 1, 1) / 255
@@ -382,9 +382,9 @@ def test_blur_is_a_gaussian_and_keeps_what_is_flat():
     assert torch.allclose(blur(torch.full((1, 3, 8, 8), 0.3), (0.1, 2.0)), torch.tensor(0.3))
 
 
-def test_hue_keeps_the_luma_and_greys():
+def test_hue_keeps_the_luma_and_grays():
     images = torch.rand(4, 3, 6, 6) * 0.2 + 0.4  # far from the ends, where nothing is cut off
-    turned = jitter_colours(images, 0.0, 0.0, 0.0, 0.1)
+    turned = jitter_colors(images, 0.0, 0.0, 0.0, 0.1)
     luma = torch.tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)
     assert torch.allclose((turned * luma).sum(1), (images * luma).sum(1), atol=1e-3)
     assert not torch.allclose(turned, images, atol=1e-3)
@@ -393,9 +393,9 @@ def test_hue_keeps_the_luma_and_greys():
     turn = torch.tensor([[1, 0, 0], [0, angle.cos(), -angle.sin()], [0, angle.sin(), angle.cos()]])
     combined = torch.stack([torch.ones(()), angle.cos(), angle.sin()]) @ HUE
     assert torch.allclose(combined.view(3, 3), torch.linalg.inv(yiq) @ turn @ yiq, atol=1e-5)
-    grey = torch.rand(2, 1, 5, 5).expand(2, 3, 5, 5)
-    assert torch.allclose(jitter_colours(grey, 0.0, 0.0, 0.5, 0.5), grey, atol=1e-3)
-    assert torch.allclose(jitter_colours(images, 0.0, 0.0, 0.0, 0.0), images, atol=1e-6)
+    gray = torch.rand(2, 1, 5, 5).expand(2, 3, 5, 5)
+    assert torch.allclose(jitter_colors(gray, 0.0, 0.0, 0.5, 0.5), gray, atol=1e-3)
+    assert torch.allclose(jitter_colors(images, 0.0, 0.0, 0.0, 0.0), images, atol=1e-6)
 
 
 def test_one_pass_a_size_and_the_passes_do_not_mix():
@@ -435,7 +435,7 @@ def test_a_constant_output_stops_the_run_and_says_why(data, tmp_path, monkeypatc
     recipe = small_dino(data, "distill.collapse_steps=7", "schedule.epochs=8", "run.checkpoint_steps=5", "probe.bank=0")
     with pytest.raises(ValueError, match=r"teacher has collapsed: for 10 steps up to step 10 .* distill\.teacher_temp"):
         train(recipe, tmp_path / "run")
-    assert load_newest(tmp_path / "run" / "checkpoints")["task"]["centre"]["flat_steps"] == 5
+    assert load_newest(tmp_path / "run" / "checkpoints")["task"]["center"]["flat_steps"] == 5
     rows = read_log(tmp_path / "run" / "train.csv")
     assert float(rows[-1]["teacher_information"]) < 1e-6
     assert float(rows[-1]["feature_variance"]) < 1e-6
@@ -491,7 +491,7 @@ def test_without_a_bank_no_labels_and_no_val_images_are_needed(tmp_path):
 def test_accumulated_parts_equal_the_whole_batch(data, tmp_path):
     _, whole = train(small_dino(data, "probe.bank=0"), tmp_path / "whole")
     _, parts = train(small_dino(data, "probe.bank=0", "run.accumulate=2"), tmp_path / "parts")
-    for kind in ("teacher", "centre"):
+    for kind in ("teacher", "center"):
         for name, weight in whole["task"][kind].items():
             assert torch.allclose(parts["task"][kind][name], weight, atol=2e-4), name
 
@@ -565,12 +565,12 @@ def test_two_processes_give_the_numbers_of_one(data, tmp_path):
     losses = [[float(row["loss"]) for row in read_log(tmp_path / name / "train.csv")] for name in ("one", "two")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert two["metrics"] == pytest.approx(finished.metrics)
-    for name, weight in one["task"]["centre"].items():
-        assert torch.allclose(two["task"]["centre"][name], weight, atol=1e-4), name
+    for name, weight in one["task"]["center"].items():
+        assert torch.allclose(two["task"]["center"][name], weight, atol=1e-4), name
 
 
 def test_sharded_student_and_teacher_killed_and_resumed_by_one_process(data, tmp_path):
-    """With a last layer that is frozen at first, so that it has no optimiser state in the checkpoint, and clipping."""
+    """With a last layer that is frozen at first, so that it has no optimizer state in the checkpoint, and clipping."""
     settings = ["run.checkpoint_steps=2", "distill.freeze_last_layer=1", "distill.clip=0.05"]
     plain, log, out = small_dino(data, *settings), tmp_path / "log", tmp_path / "run"
     recipe = with_overrides(plain, ["run.strategy=fsdp"])
@@ -588,7 +588,7 @@ def test_sharded_student_and_teacher_killed_and_resumed_by_one_process(data, tmp
     for name in ("loss", "teacher_entropy", "grad_norm"):  # the other numbers are those of the batch of a process
         assert [float(row[name]) for row in rows[0]] == pytest.approx([float(row[name]) for row in rows[1]], rel=1e-4)
     assert resumed["metrics"] == pytest.approx(finished.metrics)
-    for part in ("teacher", "centre"):
+    for part in ("teacher", "center"):
         for name, weight in whole["task"][part].items():
             assert torch.allclose(resumed["task"][part][name], weight, atol=1e-4), name
 

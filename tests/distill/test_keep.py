@@ -19,7 +19,7 @@ from sima_attn._settings import with_overrides
 from sima_attn.auditing.model import audit_named
 from sima_attn.cli import app
 from sima_attn.data.splits import open_data
-from sima_attn.distill.features import feature_colours, knn_agreement
+from sima_attn.distill.features import feature_colors, knn_agreement
 from sima_attn.distill.keeping import keep_blocks, kept_for_now, rank_blocks, relative_quality
 from sima_attn.distill.networks import build_student, exchanged, settings_of
 from sima_attn.distill.recipes import ATTENTIONS, FINETUNE, NETWORK, Stages
@@ -127,7 +127,7 @@ def test_a_mixed_run_resumes_with_the_same_bits(mixed, teacher, images, tmp_path
 def test_the_report_has_everything(mixed):
     out, _ = mixed
     text = (out / "report.md").read_text()
-    for words in ("| conversion |", "| finetune |", "| kept |", "same nearest neighbour", "features.png", "MiB"):
+    for words in ("| conversion |", "| finetune |", "| kept |", "same nearest neighbor", "features.png", "MiB"):
         assert words in text
     stages = read_rows(out / "stages.csv", MetricsRow)
     names = ["conversion", "blocks", "attentions", "network", "finetune"]
@@ -159,20 +159,20 @@ def test_the_supervised_stage_keeps_the_more_accurate_weights(mixed):
 
 
 def test_auto_keeps_the_smallest_number_that_reaches_the_budget(teacher, images, tmp_path):
-    unlabelled = tmp_path / "images"
-    unlabelled.mkdir()
+    unlabeled = tmp_path / "images"
+    unlabeled.mkdir()
     for path in images.glob("train/*/*.png"):
-        shutil.copy(path, unlabelled)
-    none = linearized(teacher, unlabelled, tmp_path / "none", batch=18)
+        shutil.copy(path, unlabeled)
+    none = linearized(teacher, unlabeled, tmp_path / "none", batch=18)
     cosines = [kept.metrics["cosine"] for kept in none.record.ranking]
     assert none.record.kept == []
     assert sorted(cosines) == cosines
     between = (cosines[0] + cosines[1]) / 2
-    one = linearized(teacher, unlabelled, tmp_path / "one", batch=18, keep="auto", budget=between)
+    one = linearized(teacher, unlabeled, tmp_path / "one", batch=18, keep="auto", budget=between)
     assert one.record.kept == [none.record.ranking[1].path]
     assert one.record.ranking == none.record.ranking
     with pytest.raises(ValueError, match=r"1\.0 was not reached: with 2 of 3 .* kept, the cosine .* is 0\.\d+; "):
-        linearized(teacher, unlabelled, tmp_path / "run", batch=18, keep="auto", budget=1.0)
+        linearized(teacher, unlabeled, tmp_path / "run", batch=18, keep="auto", budget=1.0)
 
 
 def test_the_ranking_is_greedy_and_bounded():
@@ -197,7 +197,7 @@ def test_a_budget_is_of_the_accuracy_where_there_are_labels():
     assert relative_quality({"cosine": 0.9, "top1": 45.0, "teacher_top1": 90.0})[1] == 0.5
 
 
-def test_kept_attentions_are_those_of_the_teacher_and_share_the_parameters_of_the_optimiser():
+def test_kept_attentions_are_those_of_the_teacher_and_share_the_parameters_of_the_optimizer():
     teacher = timm.create_model("vit_tiny_patch16_224", depth=2, img_size=32, num_classes=0).eval()
     settings = settings_of(teacher, {"depth": 2, "img_size": 32})
     student = build_student(teacher, settings, "sima_local").eval()
@@ -216,7 +216,7 @@ def test_kept_attentions_are_those_of_the_teacher_and_share_the_parameters_of_th
     assert torch.equal(student(images), teacher(images))
 
 
-def test_the_optimiser_starts_anew_with_each_stage(teacher, images, tmp_path, monkeypatch):
+def test_the_optimizer_starts_anew_with_each_stage(teacher, images, tmp_path, monkeypatch):
     """The first step of Adam changes a weight by the learning rate, whatever the gradient; with old averages it
     does not."""
     before, found = {}, {}
@@ -241,7 +241,7 @@ def test_the_optimiser_starts_anew_with_each_stage(teacher, images, tmp_path, mo
 
 
 def test_parameters_of_the_teacher_alone_stay_as_they_are(images, tmp_path):
-    """XCA has a temperature, which SimA has not: no optimiser would change it or clear its gradient."""
+    """XCA has a temperature, which SimA has not: no optimizer would change it or clear its gradient."""
     kwargs = {"img_size": 8, "patch_size": 2, "embed_dim": 48, "depth": 3, "num_heads": 2}
     teacher = timm.create_model("sima_vit_mini_patch4_64", attention="xca", num_classes=0, **kwargs)
     teacher.pretrained_cfg = {**teacher.pretrained_cfg, "input_size": (3, 8, 8)}
@@ -272,9 +272,9 @@ def test_bad_choices_are_named_and_leave_no_folder(teacher, images, tmp_path):
         Image.new("RGB", (8, 8), (i, 0, 0)).save(tmp_path / "images" / "cat" / f"{i}.png")
     with pytest.raises(ValueError, match=r"the classes of the teacher \(10\) and the images \(1\) differ"):
         linearized(teacher, tmp_path / "images", out, finetune=1, batch=8)
-    shutil.move(tmp_path / "images" / "cat", tmp_path / "unlabelled")
-    with pytest.raises(ValueError, match="unlabelled contains no class folders"):
-        linearized(teacher, tmp_path / "unlabelled", out, finetune=1, batch=8)
+    shutil.move(tmp_path / "images" / "cat", tmp_path / "unlabeled")
+    with pytest.raises(ValueError, match="unlabeled contains no class folders"):
+        linearized(teacher, tmp_path / "unlabeled", out, finetune=1, batch=8)
     assert not out.exists()
 
 
@@ -321,20 +321,20 @@ def test_stages_with_fine_tuning():
     assert max(stages.factor(step, 10) for step in range(30, 40)) == pytest.approx(0.1, abs=0.01)
 
 
-def test_neighbours_agree_where_features_are_alike():
+def test_neighbors_agree_where_features_are_alike():
     features = torch.randn(20, 6)
     assert knn_agreement(features, 3 * features) == 100
     assert knn_agreement(torch.eye(3)[:, :2] + 0.1, torch.tensor([[1.0, 0.0], [1.0, 0.1], [0.0, 1.0]])) < 100
 
 
-def test_colours_are_those_of_the_teacher():
+def test_colors_are_those_of_the_teacher():
     tokens = torch.randn(2, 16, 8)
-    teacher, student = feature_colours(tokens, tokens)
+    teacher, student = feature_colors(tokens, tokens)
     assert torch.equal(teacher, student)
     assert teacher.shape == (2, 16, 3)
     assert teacher.min() == 0
     assert teacher.max() == 1
-    assert not torch.equal(feature_colours(tokens, tokens.flip(0))[1], teacher)
+    assert not torch.equal(feature_colors(tokens, tokens.flip(0))[1], teacher)
 
 
 def test_sizes_that_a_model_does_not_take_are_left_out():

@@ -124,7 +124,7 @@ def test_a_resumed_run_ends_with_the_same_bits(done, teacher, tmp_path, monkeypa
 
 
 def test_cached_images_are_the_same_images(done, teacher, tmp_path):
-    """Without augmentation a cache changes nothing but the rounding of the normalised pixels."""
+    """Without augmentation a cache changes nothing but the rounding of the normalized pixels."""
     cached = linearized(teacher, tmp_path / "run", overrides=[*SMALL, "data.cache=true"])
     whole = done[1]
     assert cached.metrics["teacher_top1"] == whole.metrics["teacher_top1"]

@@ -15,7 +15,7 @@ from sima_attn.distill.networks import block_errors, build_student, exchanged, f
 from sima_attn.distill.task import Linearization
 from sima_attn.models.huggingface import TimmInterface, with_timm_interface
 from sima_attn.models.loading import load_model
-from transformers_models import HONOURED, MASKED, SILENT, build, build_clip, image, outputs
+from transformers_models import HONORED, MASKED, SILENT, build, build_clip, image, outputs
 
 transformers = pytest.importorskip("transformers")
 
@@ -71,7 +71,7 @@ def test_the_run_folder_is_the_student_for_us_and_for_transformers(clip, tmp_pat
 
 def test_a_kept_attention_stays_softmax_after_loading(photos, tmp_path):
     out = tmp_path / "run"
-    done = linearized(build(HONOURED, "vit"), photos, out, keep=1, overrides=[*SMALL, "report.speed=false"])
+    done = linearized(build(HONORED, "vit"), photos, out, keep=1, overrides=[*SMALL, "report.speed=false"])
     (kept,) = done.record.kept
     loaded, expected = load(out), outputs(done.model, pixel_values=image())
     assert len(converted_modules(loaded)) == len(done.blocks) - 1
@@ -100,7 +100,7 @@ def test_a_resumed_run_ends_with_the_same_bits(clip, photos, tmp_path, monkeypat
     with pytest.raises(ValueError, match=r"different recipe: model\.attention"):
         linearized(teacher, photos, out, resume=True, attention="relu2")
     with pytest.raises(ValueError, match="has another teacher than the model given; omit the model"):
-        linearized(build(HONOURED, "clip"), photos, out, resume=True)
+        linearized(build(HONORED, "clip"), photos, out, resume=True)
     other = build_clip()
     torch.nn.init.normal_(other.vision_model.post_layernorm.weight)
     same = [*SMALL, "run.checkpoint_steps=3"]
@@ -120,7 +120,7 @@ def test_a_resumed_run_ends_with_the_same_bits(clip, photos, tmp_path, monkeypat
     [("dinov2_registers", "relu2", None), ("deit", "sima", 48), ("vit_classifier", "sima_local", 48)],
 )
 def test_a_folder_of_save_pretrained_is_a_teacher(name, attention, size, photos, tmp_path):
-    build(HONOURED, name).save_pretrained(tmp_path / "teacher")
+    build(HONORED, name).save_pretrained(tmp_path / "teacher")
     done = linearized(tmp_path / "teacher", photos, tmp_path / "run", attention=attention, size=size, steps=4)
     assert set(done.metrics) == ({"cosine", "agreement"} if name == "vit_classifier" else {"cosine"})
     loaded = load_model(tmp_path / "run")
@@ -132,7 +132,7 @@ def test_a_folder_of_save_pretrained_is_a_teacher(name, attention, size, photos,
 
 
 def test_a_teacher_that_is_converted_in_part_teaches_the_rest(photos, tmp_path):
-    teacher = build(HONOURED, "vit")
+    teacher = build(HONORED, "vit")
     convert(teacher, where=lambda path, module: path.startswith("layers.0."))
     done = linearized(teacher, photos, tmp_path, attention="relu2", steps=4)
     assert [block.path for block in done.blocks] == ["network.layers.1.attention"]
@@ -143,7 +143,7 @@ def test_a_teacher_that_is_converted_in_part_teaches_the_rest(photos, tmp_path):
 
 
 def test_the_pooling_head_of_siglip_keeps_its_softmax():
-    model = build(HONOURED, "siglip")
+    model = build(HONORED, "siglip")
     teacher = with_timm_interface(model).eval()
     student = build_student(teacher, settings_of(teacher), "sima").eval()
     assert exchanged(teacher, student) == [f"network.encoder.layers.{i}.self_attn" for i in range(2)]
@@ -158,10 +158,10 @@ def test_bad_input_is_named_and_leaves_no_folder(photos, tmp_path):
     with pytest.raises(ValueError, match="it does not call transformers' attention interface"):
         linearized(build(SILENT, "pvt_v2"), photos, out)
     with pytest.raises(ValueError, match="holds a timm model; give that one"):
-        linearized(build(HONOURED, "timm"), photos, out)
+        linearized(build(HONORED, "timm"), photos, out)
     with pytest.raises(ValueError, match="model_kwargs are arguments of timm"):
-        linearized(build(HONOURED, "vit"), photos, out, model_kwargs={"depth": 2})
-    student = linearized(build(HONOURED, "vit"), photos, tmp_path / "student", steps=4).model
+        linearized(build(HONORED, "vit"), photos, out, model_kwargs={"depth": 2})
+    student = linearized(build(HONORED, "vit"), photos, tmp_path / "student", steps=4).model
     with pytest.raises(ValueError, match=r"the attention of ViTModel is free of exp\(\) already"):
         linearized(student, photos, out, attention="relu2")
     with pytest.raises(ValueError, match=r"the attention of student is free of exp\(\) already"):
@@ -187,7 +187,7 @@ def test_the_commands_take_the_folder(clip, photos, tmp_path):
 
 @pytest.mark.parametrize("name", ["vit", "dinov2", "clip", "siglip", "yolos"])
 def test_plain_sima_starts_with_fitted_gains(name):
-    teacher = with_timm_interface(build(HONOURED, name)).eval()
+    teacher = with_timm_interface(build(HONORED, name)).eval()
     student = build_student(teacher, settings_of(teacher), "sima").eval()
     paths, images, names = exchanged(teacher, student), image(4), list(student.state_dict())
     before = block_errors(teacher, student, paths, images)

@@ -10,7 +10,7 @@ from sima_attn import cli
 from sima_attn.explain import photo_model as photo_model_module
 from sima_attn.explain.effects import AttentionRow
 from sima_attn.explain.gallery import _rows_by_depth
-from sima_attn.report.drawing import EFFECT, HEAT, TEXT, Tile, colour, overlay, sheet
+from sima_attn.report.drawing import EFFECT, HEAT, TEXT, Tile, color, overlay, sheet
 from sima_attn.report.rows import read_rows
 
 runner = CliRunner()
@@ -164,9 +164,9 @@ def test_a_folder_without_images_and_a_photo_that_is_not_there(tmp_path):
     assert "there is no photo" in str(sima("heatmap", tmp_path / "none.jpg", code=1).exception)
 
 
-def test_colours_are_the_ends_and_the_middle_of_the_ramp():
-    assert np.array_equal(colour(np.array([0.0, 1.0]), HEAT), HEAT[[0, -1]])
-    assert np.array_equal(colour(np.array([0.5]), EFFECT)[0], EFFECT[1])
+def test_colors_are_the_ends_and_the_middle_of_the_ramp():
+    assert np.array_equal(color(np.array([0.0, 1.0]), HEAT), HEAT[[0, -1]])
+    assert np.array_equal(color(np.array([0.5]), EFFECT)[0], EFFECT[1])
     photo = Image.new("RGB", (4, 3), (9, 9, 9))
     assert np.array_equal(np.asarray(overlay(photo, np.zeros((3, 4)), opacity=0.0)), np.asarray(photo))
 

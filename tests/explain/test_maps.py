@@ -200,8 +200,8 @@ def test_an_effect_is_a_signed_row_of_the_matrix():
     row = layer.matrix()[0, :, 1 + 2 * 4 + 3, 1:].mean(0)  # patch (2, 3) of 4 x 4, after the class token
     drawn = effect(model, image(32, 32), patch=(2, 3))
     assert np.abs(drawn).max() == 1
-    centres = drawn[4::8, 4::8] / np.abs(drawn[4::8, 4::8]).max()
-    assert np.abs(centres.flatten() - (row / row.abs().max()).numpy()).max() < 0.35  # bilinear, half a pixel off
+    centers = drawn[4::8, 4::8] / np.abs(drawn[4::8, 4::8]).max()
+    assert np.abs(centers.flatten() - (row / row.abs().max()).numpy()).max() < 0.35  # bilinear, half a pixel off
     assert (effect(build("deit, softmax"), image(32, 32), patch=(0, 0)) >= 0).all()
     with pytest.raises(ValueError, match=r"from \(0, 0\) to \(3, 3\), got \(4, 0\)"):
         effect(model, image(32, 32), patch=(4, 0))
@@ -247,7 +247,7 @@ def test_statistics_keep_no_reading():
 def test_a_photo_is_mapped_by_a_model_of_transformers(family, tmp_path):
     """As the image processor normalizes it; the layers have their paths in the model."""
     models = pytest.importorskip("transformers_models")
-    model = models.build(models.HONOURED, family) if family.islower() else models.build_clip(family)
+    model = models.build(models.HONORED, family) if family.islower() else models.build_clip(family)
     photo = Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8))
     photo.save(tmp_path / "photo.png")
     drawn = heatmaps(model, tmp_path / "photo.png")

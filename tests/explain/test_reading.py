@@ -76,7 +76,7 @@ def test_torchvisions_and_transformers_models_can_be_read():
     assert_close(layer.matrix(), 0.5 * sima_matrix_reference(layer.q, layer.k), FLOAT32)
 
 
-def test_sima_is_normalised_over_all_tokens_and_softmax_is_not():
+def test_sima_is_normalized_over_all_tokens_and_softmax_is_not():
     layer = read_attention(build("deit"), image()).layers[0]
     assert_close(layer.normalized("q").abs().sum(2), torch.ones(1, 2, 16), FLOAT32)  # class token included
     layer = read_attention(build("deit, softmax"), image()).layers[0]

@@ -87,10 +87,10 @@ def test_every_weight_is_in_bytes_and_the_attention_is_not(int8):
     assert Counter(w.data_type for w in large)[onnx.TensorProto.INT8] == 10
     scales = [w for w in proto.graph.initializer if w.name.endswith("_scale") and len(w.dims) == 1 and w.dims[0] > 1]
     assert len(scales) >= 9  # per channel
-    quantised = {name for node in proto.graph.node if node.op_type == "DequantizeLinear" for name in node.output}
+    quantized = {name for node in proto.graph.node if node.op_type == "DequantizeLinear" for name in node.output}
     for node in proto.graph.node:
         if node.op_type in ("Abs", "ReduceSum", "Reciprocal", "MatMul"):
-            assert quantised.isdisjoint(node.input)
+            assert quantized.isdisjoint(node.input)
 
 
 def test_it_stays_exp_free_and_says_what_it_is(int8):

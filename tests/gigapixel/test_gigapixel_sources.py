@@ -76,9 +76,9 @@ def as_rgb(array):
     return np.asarray(to_rgb(Image.fromarray(array)))
 
 
-RGB, RGBA, GREY = pixels(), pixels(HEIGHT, WIDTH, 4), pixels(HEIGHT, WIDTH)
+RGB, RGBA, GRAY = pixels(), pixels(HEIGHT, WIDTH, 4), pixels(HEIGHT, WIDTH)
 DEEP = pixels(HEIGHT, WIDTH, dtype=np.uint16, high=65536)
-FLOAT = (GREY / 255).astype(np.float32)
+FLOAT = (GRAY / 255).astype(np.float32)
 EXIF = Image.Exif()
 EXIF[274] = 6
 # What writes the file, and its pixels.
@@ -89,17 +89,17 @@ FORMATS = {
     "tiff, planes": (tiff("a.tif", np.moveaxis(RGB, 2, 0), planarconfig="separate", photometric="rgb"), RGB),
     "tiff, big endian": (tiff("a.tif", DEEP, byteorder=">"), as_rgb(DEEP)),
     "tiff, transparent": (tiff("a.tif", RGBA, photometric="rgb", extrasamples=["unassalpha"]), as_rgb(RGBA)),
-    "tiff, grey floats": (tiff("a.tif", FLOAT, tile=(16, 16)), as_rgb(FLOAT)),
-    "tiff, 16-bit colours": (tiff("a.tif", RGB.astype(np.uint16) * 257, photometric="rgb"), RGB),
+    "tiff, gray floats": (tiff("a.tif", FLOAT, tile=(16, 16)), as_rgb(FLOAT)),
+    "tiff, 16-bit colors": (tiff("a.tif", RGB.astype(np.uint16) * 257, photometric="rgb"), RGB),
     "tiff, cmyk": (saved("a.tif", Image.fromarray(RGB).convert("CMYK")), None),
     "bigtiff": (tiff("a.tif", RGB, bigtiff=True), RGB),
     "ome-tiff, pyramid": (pyramid, RGB),
     "npy": (npy(RGB), RGB),
     "npy, channels first": (npy(np.moveaxis(RGB, 2, 0)), RGB),
-    "npy, grey whole numbers": (npy(DEEP.astype(np.int64)), as_rgb(DEEP)),
-    "npy, bits": (npy(GREY > 127), as_rgb((GREY > 127) * np.uint8(255))),
+    "npy, gray whole numbers": (npy(DEEP.astype(np.int64)), as_rgb(DEEP)),
+    "npy, bits": (npy(GRAY > 127), as_rgb((GRAY > 127) * np.uint8(255))),
     "zarr": (zarr_array(RGB, chunks=(32, 32, 3)), RGB),
-    "zarr, format 2": (zarr_array(GREY, chunks=(20, 20), zarr_format=2), as_rgb(GREY)),
+    "zarr, format 2": (zarr_array(GRAY, chunks=(20, 20), zarr_format=2), as_rgb(GRAY)),
     "ome-zarr": (ome_zarr, RGB),
     "png": (saved("a.png", Image.fromarray(RGB)), RGB),
     "png, transparent": (saved("a.png", Image.fromarray(RGBA)), as_rgb(RGBA)),
@@ -116,7 +116,7 @@ def test_any_rectangle_has_the_pixels_that_were_written(name, in_memory, tmp_pat
     monkeypatch.setattr(sources, "BAND", 16 * WIDTH)
     write, expected = FORMATS[name]
     path = write(tmp_path)
-    if expected is None:  # Pillow converts the colours, for photos too
+    if expected is None:  # Pillow converts the colors, for photos too
         expected = np.asarray(open_photo(path))
     (tmp_path / "work").mkdir()
     with open_source(path, tmp_path / "work") as source:
@@ -200,7 +200,7 @@ BROKEN = {
     "five channels": (npy(pixels(HEIGHT, WIDTH, 5)), "it has 5 channels"),
     "many planes": (tiff("a.tif", pixels(6, HEIGHT, WIDTH), photometric="minisblack"), "it has the shape"),
     "objects": (npy(np.array([["a"]])), "its pixels are <U1"),
-    "negative": (npy(-GREY.astype(np.int32)), "whole numbers from -255 to 0"),
+    "negative": (npy(-GRAY.astype(np.int32)), "whole numbers from -255 to 0"),
     "large floats": (npy(1000 * FLOAT), "floats from 0 to 1000"),
 }
 

@@ -23,10 +23,10 @@ WORKING = [name for name in ATTENTIONS if name not in REFUSED]
 
 
 def tiny(**kwargs):
-    return randomised(Cvt(**{**TINY, **kwargs}))
+    return randomized(Cvt(**{**TINY, **kwargs}))
 
 
-def randomised(model):
+def randomized(model):
     """No zeros and ones that would hide a missing factor, and BatchNorms that have seen something."""
     with torch.no_grad():
         for tensor in model.state_dict().values():
@@ -49,7 +49,7 @@ def theirs():
     # Stage i of transformers' has to have more than i blocks.
     sizes = {"embed_dim": [8, 16, 32], "depth": [1, 2, 3], "num_heads": [1, 2, 4], "num_labels": 5}
     torch.manual_seed(0)
-    return randomised(transformers.CvtForImageClassification(transformers.CvtConfig(**sizes))).eval()
+    return randomized(transformers.CvtForImageClassification(transformers.CvtConfig(**sizes))).eval()
 
 
 @pytest.mark.parametrize("attention", ["softmax", "softmax_explicit"])

@@ -12,7 +12,7 @@ from sima_attn.conversion.placing import converted_modules
 from sima_attn.models.loading import load_model
 from sima_attn.nn.token_ref import set_token_ref
 from small_runs import class_folders
-from transformers_models import HONOURED, build
+from transformers_models import HONORED, build
 
 NAME, DEPTH = "vit_tiny_patch16_224", {"depth": 2, "embed_dim": 48}
 
@@ -156,7 +156,7 @@ def test_a_saved_model_is_fine_tuned(tmp_path):
 
 
 def test_a_model_of_transformers_comes_back(tmp_path):
-    model = build(HONOURED, "vit").eval()
+    model = build(HONORED, "vit").eval()
     convert(model, "sima")
     save(model, tmp_path)
     loaded = load(tmp_path)

@@ -12,7 +12,7 @@ from sima_attn.explain.photo_model import load_photo_model
 from sima_attn.export.runtimes import open_model
 from sima_attn.serve import analysis
 from sima_attn.serve.limits import Limits
-from transformers_models import HONOURED, build, build_clip, image, outputs
+from transformers_models import HONORED, build, build_clip, image, outputs
 
 pytest.importorskip("transformers")
 
@@ -22,7 +22,7 @@ every_folder = pytest.mark.parametrize("name", [*CLASSIFIERS, *BACKBONES])
 
 
 def model_named(name):
-    model = build_clip(name) if name == "CLIP" else build(HONOURED, name.removesuffix("_sima"))
+    model = build_clip(name) if name == "CLIP" else build(HONORED, name.removesuffix("_sima"))
     if name.startswith("vit"):
         model.config.id2label = {0: "cat", 1: "dog"}
     if name.endswith("_sima"):
@@ -124,7 +124,7 @@ def test_the_page_shows_a_folder(name, folders, photos, monkeypatch):
     monkeypatch.setattr(analysis, "TIMED_SECONDS", 0.0)
     analyzer = analysis.Analyzer(load_photo_model(folders / name), Limits())
     photo = Image.open(photos / "val" / "cat" / "0.png")
-    answer = analyzer.analyse(analyzer.prepare(photo))
+    answer = analyzer.analyze(analyzer.prepare(photo))
     assert sorted(guess.name for guess in answer.guesses) == (["cat", "dog"] if name in CLASSIFIERS else [])
     assert len(answer.layers) == 2
     assert analyzer.effect(photo, 0, 1, 1).negative_share <= 1.0

@@ -21,7 +21,7 @@ from sima_attn.models.huggingface import (
 from sima_attn.models.image_processor import preprocessing_of, write_processor
 from sima_attn.models.loading import load_model
 from sima_attn.models.preprocessing import Preprocessing
-from transformers_models import HONOURED, VISION, build, build_clip, image, outputs
+from transformers_models import HONORED, VISION, build, build_clip, image, outputs
 
 transformers = pytest.importorskip("transformers")
 
@@ -29,7 +29,7 @@ OWN = Preprocessing(32, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), 0.8, "bilinear")
 
 
 def test_a_classifier_gives_tokens_and_logits_in_one_forward():
-    classifier = build(HONOURED, "vit_classifier")
+    classifier = build(HONORED, "vit_classifier")
     model = TimmInterface(classifier, OWN).eval()
     tokens, logits = model.tokens_and_logits(image())
     assert torch.equal(logits, outputs(classifier, pixel_values=image()))
@@ -53,14 +53,14 @@ def test_of_a_model_for_images_and_texts_the_vision_model_runs(name):
 
 @pytest.mark.parametrize("name", ["vit", "deit", "dinov2", "clip", "siglip"])
 def test_images_of_another_size_are_taken(name):
-    model = TimmInterface(build(HONOURED, name), OWN).eval()
+    model = TimmInterface(build(HONORED, name), OWN).eval()
     larger = torch.randn(1, 3, 48, 48)
     assert model.tokens_and_logits(larger)[0].shape[1] == model.tokens_and_logits(image())[0].shape[1] - 16 + 36
 
 
 def test_preprocessing_without_a_processor_is_that_of_the_family():
-    assert preprocessing_of(build(HONOURED, "dinov2")).mean == (0.485, 0.456, 0.406)
-    assert preprocessing_of(build(HONOURED, "siglip")).mean == (0.5, 0.5, 0.5)
+    assert preprocessing_of(build(HONORED, "dinov2")).mean == (0.485, 0.456, 0.406)
+    assert preprocessing_of(build(HONORED, "siglip")).mean == (0.5, 0.5, 0.5)
     clip = preprocessing_of(build_clip())
     assert clip.size == 32
     assert clip.mean[0] == pytest.approx(0.4815, abs=1e-4)
@@ -78,7 +78,7 @@ def test_preprocessing_without_a_processor_is_that_of_the_family():
     ],
 )
 def test_preprocessing_is_read_from_the_processor_in_the_folder(entries, size, crop_ratio, crop_mode, tmp_path):
-    build(HONOURED, "vit").save_pretrained(tmp_path)
+    build(HONORED, "vit").save_pretrained(tmp_path)
     model = transformers.ViTModel.from_pretrained(tmp_path)
     entries = {**entries, "image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6], "resample": 2}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(entries))
@@ -93,7 +93,7 @@ def test_preprocessing_is_read_from_the_processor_in_the_folder(entries, size, c
 
 
 def test_a_written_folder_has_the_model_and_its_preprocessing(tmp_path):
-    classifier = build(HONOURED, "vit_classifier")
+    classifier = build(HONORED, "vit_classifier")
     classifier.config.id2label = {0: "cat", 1: "dog"}
     convert(classifier, "sima_local")
     save_folder(TimmInterface(classifier, OWN), tmp_path, OWN)
@@ -112,7 +112,7 @@ def test_a_written_folder_has_the_model_and_its_preprocessing(tmp_path):
 
 
 def test_any_folder_of_save_pretrained_is_loaded(tmp_path):
-    for name, model in {"softmax": build(HONOURED, "dinov2"), "part": build_clip()}.items():
+    for name, model in {"softmax": build(HONORED, "dinov2"), "part": build_clip()}.items():
         if name == "part":
             convert(model.vision_model)  # only the part is marked
         model.save_pretrained(tmp_path / name)
@@ -143,10 +143,10 @@ def test_wrong_folders_are_named(tmp_path):
     assert type(load(tmp_path / "text")) is transformers.BertModel
     with pytest.raises(ValueError, match="BertModel takes 'input_ids'; an image model is needed"):
         load_model(tmp_path / "text")
-    build(HONOURED, "timm").save_pretrained(tmp_path / "timm")
+    build(HONORED, "timm").save_pretrained(tmp_path / "timm")
     with pytest.raises(ValueError, match="TimmWrapperForImageClassification holds a timm model; give that one"):
         load_model(tmp_path / "timm")
-    build(HONOURED, "vit").save_pretrained(tmp_path / "vit")
+    build(HONORED, "vit").save_pretrained(tmp_path / "vit")
     with pytest.raises(ValueError, match="ema weights are in the checkpoints"):
         load_model(tmp_path / "vit", branch="ema")
     config = tmp_path / "vit" / "config.json"
@@ -172,8 +172,8 @@ PROCESSORS = {
 
 @pytest.mark.parametrize("name", PROCESSORS)
 def test_a_photo_enters_as_the_image_processor_prepares_it(name, tmp_path):
-    """Within two grey levels: PIL rounds to bytes. A processor that we write does the same."""
-    model, processor = build(HONOURED, "vit"), PROCESSORS[name]
+    """Within two gray levels: PIL rounds to bytes. A processor that we write does the same."""
+    model, processor = build(HONORED, "vit"), PROCESSORS[name]
     model.save_pretrained(tmp_path)
     processor.save_pretrained(tmp_path)
     ours = load_model(tmp_path).preprocessing
@@ -190,7 +190,7 @@ def test_a_photo_enters_as_the_image_processor_prepares_it(name, tmp_path):
 
 @pytest.mark.parametrize(("size", "resized"), [(224, 354), (9, 14), (336, 336), (224, 256)])
 def test_the_side_before_the_crop_is_exact(size, resized, tmp_path):
-    model = build(HONOURED, "vit")
+    model = build(HONORED, "vit")
     processor = transformers.CLIPImageProcessor(
         size={"shortest_edge": resized}, crop_size={"height": size, "width": size}
     )
@@ -206,17 +206,17 @@ def test_the_side_before_the_crop_is_exact(size, resized, tmp_path):
         ({"image_mean": [0.5]}, "mean must be three numbers"),
     ],
 )
-def test_an_image_processor_that_cannot_be_honoured_is_an_error(entries, message, tmp_path):
+def test_an_image_processor_that_cannot_be_honored_is_an_error(entries, message, tmp_path):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(entries))
     with pytest.raises(ValueError, match=rf"the image processor in .* cannot be used: {message}"):
-        preprocessing_of(build(HONOURED, "vit"), tmp_path)
+        preprocessing_of(build(HONORED, "vit"), tmp_path)
 
 
 @pytest.mark.parametrize(
     ("name", "prefix"), [("vit", 1), ("deit", 2), ("dinov2_registers", 5), ("clip", 1), ("siglip", 0)]
 )
 def test_layers_norm_and_prefix_tokens_are_found(name, prefix):
-    model = with_timm_interface(build(HONOURED, name)).eval()
+    model = with_timm_interface(build(HONORED, name)).eval()
     assert len(model.blocks) == 2
     assert isinstance(model.norm, torch.nn.LayerNorm)
     assert model.num_prefix_tokens == prefix
@@ -226,14 +226,14 @@ def test_layers_norm_and_prefix_tokens_are_found(name, prefix):
 
 
 def test_placeholders_are_no_names_of_classes(tmp_path):
-    build(HONOURED, "vit_classifier").save_pretrained(tmp_path)
+    build(HONORED, "vit_classifier").save_pretrained(tmp_path)
     loaded = load_model(tmp_path)
     assert loaded.classes is None
     assert loaded.class_name(1) == "class 1"
 
 
 def test_saving_a_model_keeps_its_image_processor(tmp_path):
-    build(HONOURED, "vit").save_pretrained(tmp_path / "first")
+    build(HONORED, "vit").save_pretrained(tmp_path / "first")
     write_processor(OWN, tmp_path / "first")
     model = load(tmp_path / "first")
     convert(model)

@@ -35,8 +35,8 @@ def conv3x3(module, v, head):
             for down in (-1, 0, 1):
                 for across in (-1, 0, 1):
                     if 0 <= row + down < side and 0 <= column + across < side:
-                        neighbour = v[(row + down) * side + column + across]
-                        out[row * side + column] += filters[:, down + 1, across + 1] * neighbour
+                        neighbor = v[(row + down) * side + column + across]
+                        out[row * side + column] += filters[:, down + 1, across + 1] * neighbor
     return out
 
 

@@ -81,7 +81,7 @@ def test_keys_may_outnumber_queries(name):
     assert_close(module.core(q, k, v), module.reference(q, k, v))
 
 
-def test_cosformer_2d_counts_neighbours_more():
+def test_cosformer_2d_counts_neighbors_more():
     module = create_attention("cosformer_2d", 4, 1)
     ones = torch.ones(1, 1, 25, 4)
     middle = module.matrix(ones, ones)[0, 0, 12].reshape(5, 5)

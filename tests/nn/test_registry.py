@@ -226,7 +226,7 @@ def test_compiles_to_one_graph(name):
 
 
 @every
-def test_what_cannot_be_honoured_is_refused(name):
+def test_what_cannot_be_honored_is_refused(name):
     module = build(name)
     x, mask = torch.randn(B, N, H * D), torch.ones(N, N, dtype=torch.bool)
     if name in ("softmax", "softmax_local"):
@@ -246,7 +246,7 @@ def test_what_cannot_be_honoured_is_refused(name):
 
 
 @every
-def test_options_of_timm_are_honoured(name):
+def test_options_of_timm_are_honored(name):
     module = build(name, qk_norm=True, scale_norm=True, norm_layer=torch.nn.LayerNorm, qkv_bias=False, proj_bias=False)
     assert isinstance(module.q_norm, torch.nn.LayerNorm)
     assert isinstance(module.norm, torch.nn.LayerNorm)

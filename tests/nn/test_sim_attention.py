@@ -27,14 +27,14 @@ def test_timm_builds_deit_small_with_it_and_the_checkpoint_keys_stay():
 
 def test_it_trains_inside_timm():
     model = small_deit(attn_layer=SimAttention)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     images, labels = torch.randn(10, 3, 32, 32), torch.arange(10) % 5
     losses = []
     for _ in range(50):
         loss = torch.nn.functional.cross_entropy(model(images), labels)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.2 * losses[0]
 

@@ -431,7 +431,7 @@ def test_nan_spreads_as_in_torch():
 
 
 @pytest.mark.parametrize("with_autograd", [True, False])
-def test_kv_order_makes_no_matrix_of_tokens_and_no_normalised_copy(with_autograd):
+def test_kv_order_makes_no_matrix_of_tokens_and_no_normalized_copy(with_autograd):
     q, k, v = packed_qkv(B=2, N=300, H=2, D=4)
     q = q.requires_grad_() if with_autograd else q
     with Recorder() as seen:

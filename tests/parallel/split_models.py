@@ -452,7 +452,7 @@ def halo(group):
 def halo_of_a_small_part(group):
     conv = nn.Sequential(nn.Conv2d(1, 1, 7, padding=3))
     split_layers(conv, group)
-    with pytest.raises(ValueError, match="a neighbouring process reads 3 rows, and this one has 2"):
+    with pytest.raises(ValueError, match="a neighboring process reads 3 rows, and this one has 2"):
         conv(torch.randn(1, 1, 2, 9))
 
 

@@ -28,7 +28,7 @@ from sima_attn.probe import features as features_module
 from sima_attn.probe import knn as knn_module
 from sima_attn.probe.feature_map import plot_feature_map, principal_components, two_dimensions
 from sima_attn.probe.features import evenly, extract, key_of, load_backbone
-from sima_attn.probe.knn import KnnRow, knn_accuracy, nearest, plot_neighbours, votes
+from sima_attn.probe.knn import KnnRow, knn_accuracy, nearest, plot_neighbors, votes
 from sima_attn.report.rows import read_rows
 from small_runs import class_folders
 
@@ -39,11 +39,11 @@ N, M, W, K = 37, 101, 8, 7
 def sides():
     """Queries, their labels, bank, its labels: clusters that overlap, so that the vote matters."""
     generator = np.random.default_rng(0)
-    centres = generator.normal(size=(K, W))
+    centers = generator.normal(size=(K, W))
 
     def draw(count):
         labels = generator.integers(0, K, count)
-        return (centres[labels] + 1.2 * generator.normal(size=(count, W))).astype(np.float32), labels
+        return (centers[labels] + 1.2 * generator.normal(size=(count, W))).astype(np.float32), labels
 
     return *draw(N), *draw(M)
 
@@ -72,7 +72,7 @@ def test_it_equals_the_definition(sides, temperature):
     for row in rows:
         top1, top5 = plain_knn(*sides, row.k, temperature)
         assert row.top1 == pytest.approx(top1)
-        # Classes that no neighbour has tie at zero: only with all of the bank is the fifth place one class's.
+        # Classes that no neighbor has tie at zero: only with all of the bank is the fifth place one class's.
         if row.k == M:
             assert row.top5 == pytest.approx(top5)
         if row.k == 1:
@@ -163,7 +163,7 @@ def test_wrong_input_says_what_is_wrong(sides, change, message):
 
 
 class Counting(nn.Module):
-    """Mean colours, and how many images went through."""
+    """Mean colors, and how many images went through."""
 
     def __init__(self):
         super().__init__()
@@ -321,7 +321,7 @@ def test_pictures(tmp_path):
     root = class_folders(tmp_path / "data", per_class=(6, 3))
     sources = {split: open_data(root, split) for split in ("train", "val")}
     taken = {split: extract(Counting(), source, DATA, tmp_path / "features") for split, source in sources.items()}
-    plot_neighbours(taken["val"], sources["val"], taken["train"], sources["train"], tmp_path / "near.png")
+    plot_neighbors(taken["val"], sources["val"], taken["train"], sources["train"], tmp_path / "near.png")
     plot_feature_map(taken["val"], tmp_path / "map.png")
     for name in ("near.png", "map.png"):
         picture = np.asarray(Image.open(tmp_path / name).convert("RGB"))
@@ -363,7 +363,7 @@ def test_the_command_prints_rows_and_draws(run, tmp_path, monkeypatch):
 
         return noted
 
-    monkeypatch.setattr(knn_module, "plot_neighbours", noting_the_title(plot_neighbours))
+    monkeypatch.setattr(knn_module, "plot_neighbors", noting_the_title(plot_neighbors))
     monkeypatch.setattr(map_module, "plot_feature_map", noting_the_title(plot_feature_map))
     pictures = "--picture", tmp_path / "near.png", "--map", tmp_path / "map.png"
     kept = "--cache", tmp_path / "features"  # of this test alone
@@ -375,7 +375,7 @@ def test_the_command_prints_rows_and_draws(run, tmp_path, monkeypatch):
     assert rows[0].bank + rows[0].images == 1797
     assert (tmp_path / "near.png").is_file()
     assert (tmp_path / "map.png").is_file()
-    assert titles == [f"Nearest neighbours under {run.name}", f"Features of {run.name}, pca"], "no path of a machine"
+    assert titles == [f"Nearest neighbors under {run.name}", f"Features of {run.name}, pca"], "no path of a machine"
     monkeypatch.setattr(features_module, "_rows", None)  # a second time nothing is taken
     assert "100" in sima("knn", run, *kept).output
     assert len(list((tmp_path / "features").iterdir())) == 4

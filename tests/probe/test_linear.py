@@ -93,9 +93,9 @@ def test_layers_that_are_not_there_are_refused():
 
 def features(seed, n=60, width=5, classes=3, apart=2.0):
     generator = np.random.default_rng(seed)
-    centres = np.random.default_rng(99).normal(size=(classes, width)) * apart
+    centers = np.random.default_rng(99).normal(size=(classes, width)) * apart
     labels = generator.integers(0, classes, n)
-    values = (centres[labels] + generator.normal(size=(n, width))).astype(np.float32)
+    values = (centers[labels] + generator.normal(size=(n, width))).astype(np.float32)
     return Features(values, labels, np.arange(n), [str(c) for c in range(classes)])
 
 

@@ -88,9 +88,9 @@ def test_the_twins_differ_in_one_word_and_the_supervised_run_sees_the_same():
     assert differences(sima, published) == ["distill.class_token_ref: True -> False"]
     assert differences(sima, xca) == ["model.attention: sima -> xca"]
     assert differences(sima, made_up) == ["distill.token_ref: False -> True"]
-    labelled = supervised_recipe(sima)
-    assert (labelled.model, labelled.data, labelled.run) == (sima.model, sima.data, sima.run)
-    assert labelled.schedule.epochs == sima.schedule.epochs
+    labeled = supervised_recipe(sima)
+    assert (labeled.model, labeled.data, labeled.run) == (sima.model, sima.data, sima.run)
+    assert labeled.schedule.epochs == sima.schedule.epochs
 
 
 def test_the_rates_of_the_linear_classifier_add_up_to_the_papers():

@@ -28,7 +28,7 @@ from sima_attn.serve.limits import Gate, Limits, Refusal
 from sima_attn.serve.run import serve
 
 PATIENT = Limits(queue=2, header_seconds=60, upload_seconds=60, stop_seconds=1)  # nothing ends by a deadline
-POST = b"POST /api/analyse HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000\r\n\r\n"
+POST = b"POST /api/analyze HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000\r\n\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def is_closed(client):
 def test_slow_uploads_keep_nobody_out(page):
     slow = [connect(page, POST + b"x") for _ in range(2 * (PATIENT.queue + 1))]
     assert status(page) == 200  # they are all there by now
-    assert status(page, "POST", "/api/analyse", b"no photo") == 415  # looked at, not told to come back
+    assert status(page, "POST", "/api/analyze", b"no photo") == 415  # looked at, not told to come back
     for client in slow:
         client.close()
 
@@ -225,7 +225,7 @@ def stuck(*_):
     print("stuck", flush=True)
     time.sleep(1000)
 
-Analyzer.analyse = stuck
+Analyzer.analyze = stuck
 vit = dict(img_size=32, patch_size=8, embed_dim=32, depth=1, num_heads=2, num_classes=5)
 model = timm.create_model("sima_deit_tiny_patch16_224", **vit).eval()
 subject = photo_model(model, name="small", trained=False, size=32)

@@ -69,7 +69,7 @@ def test_every_answer_is_as_described_and_none_is_a_5xx(interface, mode):
             ask()
         except Unsatisfiable:
             assert mode is schemathesis.GenerationMode.NEGATIVE  # without parameters there is nothing to get wrong
-    assert {"POST /api/analyse", "POST /api/effect", "POST /api/times", "GET /api/samples/{name}"} <= asked
+    assert {"POST /api/analyze", "POST /api/effect", "POST /api/times", "GET /api/samples/{name}"} <= asked
 
 
 def whole(kind):
@@ -86,6 +86,6 @@ def test_a_damaged_photo_is_read_or_refused(client, kind, data):
     for _ in range(data.draw(st.integers(1, 8))):
         photo[data.draw(st.integers(0, min(len(photo), 400) - 1))] = data.draw(st.integers(0, 255))
     end = data.draw(st.integers(1, len(photo)))
-    answer = client.post("/api/analyse", content=bytes(photo[:end]))
+    answer = client.post("/api/analyze", content=bytes(photo[:end]))
     assert answer.status_code in (200, 413, 415, 422)
     assert answer.status_code == 200 or answer.json()["detail"]

@@ -85,7 +85,7 @@ def many_scans(count, side=32):
 
 
 def test_a_photo_is_classified_and_every_layer_drawn(client):
-    answer = client.post("/api/analyse", content=photo()).json()
+    answer = client.post("/api/analyze", content=photo()).json()
     assert (answer["height"], answer["width"]) == (24, 40)
     assert sorted(g["name"] for g in answer["guesses"]) == CLASSES
     probabilities = [g["probability"] for g in answer["guesses"]]
@@ -191,7 +191,7 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_file_is_refused_and_the_server_lives_on(client, name):
     data, status = HOSTILE[name]
-    refused = client.post("/api/analyse", content=data)
+    refused = client.post("/api/analyze", content=data)
     assert refused.status_code == status, refused.text
     detail = refused.json()["detail"]
     assert len(detail) > 10
@@ -205,7 +205,7 @@ def test_bytes_are_counted_where_no_length_is_given(client):
         for _ in range(300):
             yield b"\0" * 1000
 
-    assert client.post("/api/analyse", content=drip()).status_code == 413
+    assert client.post("/api/analyze", content=drip()).status_code == 413
 
 
 KINDS = [
@@ -223,7 +223,7 @@ KINDS = [
 
 @pytest.mark.parametrize(("mode", "kind", "size"), KINDS)
 def test_every_kind_of_photo_is_read(client, mode, kind, size):
-    assert client.post("/api/analyse", content=photo(size, kind, mode)).status_code == 200
+    assert client.post("/api/analyze", content=photo(size, kind, mode)).status_code == 200
 
 
 def turned(kind="JPEG", **options):
@@ -249,7 +249,7 @@ def test_the_page_answers_what_the_command_answers(client, kind, tmp_path):
     subject.model.load_state_dict(client.model.state_dict())
     expected = classify(subject, open_photo(tmp_path / "photo"))
     for query in ("", "?size=64"):  # the size is that of the maps
-        answer = client.post(f"/api/analyse{query}", content=SAME[kind]()).json()
+        answer = client.post(f"/api/analyze{query}", content=SAME[kind]()).json()
         assert [guess["name"] for guess in answer["guesses"]] == [name for name, _ in expected.classes]
         seen = [guess["probability"] for guess in answer["guesses"]]
         assert seen == pytest.approx([probability for _, probability in expected.classes], abs=1e-5)
@@ -258,7 +258,7 @@ def test_the_page_answers_what_the_command_answers(client, kind, tmp_path):
 def test_the_page_is_unsure_where_the_command_is():
     for below, unsure in ((None, False), (0.0, False), (0.999, True)):
         client = TestClient(create_app(replace(small_subject(), unsure_below=below), hosts=None))
-        assert client.post("/api/analyse", content=photo()).json()["unsure"] is unsure
+        assert client.post("/api/analyze", content=photo()).json()["unsure"] is unsure
         assert client.get("/api/model").json()["unsure_below"] == below
 
 
@@ -284,13 +284,13 @@ def test_a_transparent_photo_is_what_the_commands_and_training_read(mode, tmp_pa
 
 @pytest.mark.parametrize("query", "size=0 size=-1 size=99999 size=abc size=33 size=1e9 size=32.0 size=3_2".split())
 def test_settings_out_of_range_are_422(client, query):
-    refused = client.post(f"/api/analyse?{query}", content=photo())
+    refused = client.post(f"/api/analyze?{query}", content=photo())
     assert refused.status_code == 422
     assert "size" in refused.json()["detail"]
 
 
 def test_every_answer_has_the_headers_and_the_page_needs_nothing_from_elsewhere(client):
-    for path, method in [("/", "GET"), ("/page.js", "GET"), ("/nowhere", "GET"), ("/api/analyse", "GET")]:
+    for path, method in [("/", "GET"), ("/page.js", "GET"), ("/nowhere", "GET"), ("/api/analyze", "GET")]:
         response = client.request(method, path)
         policy = response.headers["content-security-policy"]
         assert "default-src 'none'" in policy
@@ -306,7 +306,7 @@ def test_every_answer_has_the_headers_and_the_page_needs_nothing_from_elsewhere(
         ids = set(re.findall(r'\$\("([\w-]+)"\)', pages[script] + pages["/parts.js"]))
         assert [one for one in ids if f'id="{one}"' not in pages[path]] == []
     assert client.get("/docs").status_code == 404
-    assert client.get("/api/analyse").status_code == 405
+    assert client.get("/api/analyze").status_code == 405
 
 
 def test_compiled_code_may_run_on_the_page_that_needs_it_alone(client):
@@ -473,7 +473,7 @@ def test_samples_of_every_ending_are_read_and_none_hides_another(tmp_path):
 def test_its_own_names_are_answered_and_pages_of_it_may_post(client, host):
     headers = {"host": host, "origin": f"http://{host}", "sec-fetch-site": "same-origin"}
     assert client.get("/", headers={"host": host}).status_code == 200
-    assert client.post("/api/analyse", content=photo(), headers=headers).status_code == 200
+    assert client.post("/api/analyze", content=photo(), headers=headers).status_code == 200
 
 
 MALFORMED = "|:8000|127.0.0.1:|127.0.0.1:x|127.0.0.1:80:80|127.0.0.1:70000|a@127.0.0.1|127.0.0.1@b|127.0.0.1/a|::1|[::1"
@@ -508,7 +508,7 @@ def test_a_malformed_host_is_refused_where_any_is_allowed():
     ids=lambda headers: " ".join(headers.values()),
 )
 def test_a_photo_from_another_site_is_refused(client, headers):
-    refused = client.post("/api/analyse", content=photo(), headers=headers)
+    refused = client.post("/api/analyze", content=photo(), headers=headers)
     assert refused.status_code == 403
     assert client.get("/", headers=headers).status_code == 200  # a link from there may lead here
 
@@ -532,15 +532,15 @@ def test_scans_are_those_of_the_photo_alone():
 
 
 def test_a_photo_of_as_many_scans_as_allowed_is_read(client):
-    assert client.post("/api/analyse", content=many_scans(LIMITS.scans)).status_code == 200
+    assert client.post("/api/analyze", content=many_scans(LIMITS.scans)).status_code == 200
 
 
 def test_an_error_of_ours_is_a_500_without_its_text(client, monkeypatch):
     def fail(*_):
         raise RuntimeError("secret /etc/path")
 
-    monkeypatch.setattr(Analyzer, "analyse", fail)
-    answer = client.post("/api/analyse", content=photo())
+    monkeypatch.setattr(Analyzer, "analyze", fail)
+    answer = client.post("/api/analyze", content=photo())
     assert answer.status_code == 500
     assert answer.json() == {"detail": "internal error; see the log of the server"}
     assert client.get("/healthz").json()["inside"] == 0
@@ -577,7 +577,7 @@ def test_too_many_are_told_to_come_back_and_the_slow_are_out_of_time():
 
 def test_openapi_names_every_refusal(client):
     schema = client.get("/openapi.json").json()
-    for path in ("/api/analyse", "/api/effect", "/api/times"):
+    for path in ("/api/analyze", "/api/effect", "/api/times"):
         operation = schema["paths"][path]["post"]
         assert "requestBody" in operation
         assert {"200", "400", "413", "415", "422", "429", "504"} <= set(operation["responses"])

@@ -58,7 +58,7 @@ def test_wrong_requests_are_refused(client, photo):
     assert client.post("/api/detect?threshold=2", content=png(photo)).status_code == 422
     assert client.post("/api/detect", content=b"no image").status_code == 415
     assert client.post("/api/detect", content=b"").status_code == 400
-    assert client.post("/api/analyse", content=png(photo)).status_code == 404
+    assert client.post("/api/analyze", content=png(photo)).status_code == 404
 
 
 def test_the_page_and_its_parts_are_there_and_say_what_the_model_is(client, detector):

@@ -5,12 +5,12 @@ import pytest
 import torch
 from PIL import Image
 
-from sima_attn.data.cache import denormalise, normalise
+from sima_attn.data.cache import denormalize, normalize
 from sima_attn.data.loader import Batch
 from sima_attn.data.settings import Data
 from sima_attn.data.splits import open_data
 from sima_attn.report.drawing import MARGIN
-from sima_attn.train.batch_picture import CELL, COLUMNS, draw_labelled, label_captions, to_pictures
+from sima_attn.train.batch_picture import CELL, COLUMNS, draw_labeled, label_captions, to_pictures
 from sima_attn.train.checkpoint import load_newest
 from sima_attn.train.classify import Classification, create_mixup, mixed, train_classifier
 from small_runs import ALL_ON, class_folders, small_recipe
@@ -51,14 +51,14 @@ def test_it_is_drawn_once_at_the_first_step(data, tmp_path, monkeypatch):
     assert batch.images.shape == (4, 3, 16, 16)
 
 
-def test_pictures_show_the_pixels_of_normalised_images():
+def test_pictures_show_the_pixels_of_normalized_images():
     data = Data("", size=8)
     pixels = torch.randint(0, 256, (5, 3, 8, 8), dtype=torch.uint8)
-    images = normalise(pixels.float() / 255, data)
+    images = normalize(pixels.float() / 255, data)
     for picture, wanted in zip(to_pictures(images, data), pixels, strict=True):
         assert np.array_equal(np.asarray(picture), wanted.permute(1, 2, 0).numpy())
-    assert denormalise(images * 100, data).min() == 0  # random erasing leaves the range
-    assert denormalise(images * 100, data).max() == 1
+    assert denormalize(images * 100, data).min() == 0  # random erasing leaves the range
+    assert denormalize(images * 100, data).max() == 1
 
 
 def test_a_caption_has_the_class_or_the_shares_that_were_mixed():
@@ -86,7 +86,7 @@ def test_shares_are_those_that_mixup_draws():
 
 
 def test_the_sheet_has_the_images_in_order_and_the_words_of_the_classes(data, tmp_path, monkeypatch):
-    """Images of one colour each, more than fit."""
+    """Images of one color each, more than fit."""
     (data / "classes.txt").write_text("cat\ttabby, house cat\ndog\towl\nowl\n")
     settings = Data(str(data), size=8)
     levels = torch.arange(40).view(40, 1, 1, 1).expand(40, 3, 8, 8) * 6 / 255
@@ -95,8 +95,8 @@ def test_the_sheet_has_the_images_in_order_and_the_words_of_the_classes(data, tm
         "sima_attn.train.batch_picture.label_captions",
         lambda labels, names, smoothing: captions.append(names) or [names[k] for k in labels.tolist()],
     )
-    batch = Batch(normalise(levels, settings), torch.zeros(40, dtype=torch.long))
-    draw_labelled(tmp_path / "batch.png", batch, open_data(data), settings)
+    batch = Batch(normalize(levels, settings), torch.zeros(40, dtype=torch.long))
+    draw_labeled(tmp_path / "batch.png", batch, open_data(data), settings)
     assert captions == [["tabby", "owl", "owl"]]
     page = np.asarray(Image.open(tmp_path / "batch.png").convert("L")).astype(int)
     middle = MARGIN + CELL // 2
@@ -108,13 +108,13 @@ def test_the_sheet_has_the_images_in_order_and_the_words_of_the_classes(data, tm
     assert shades == [6 * index for index in range(COLUMNS)]
 
 
-def test_unlabelled_images_have_no_caption(tmp_path):
+def test_unlabeled_images_have_no_caption(tmp_path):
     for index in range(3):
         Image.new("RGB", (8, 8), (index, 0, 0)).save(tmp_path / f"{index}.png")
     (tmp_path / "train").mkdir()
     for file in tmp_path.glob("*.png"):
         file.rename(tmp_path / "train" / file.name)
-    source = open_data(tmp_path, labelled=False)
+    source = open_data(tmp_path, labeled=False)
     batch = Batch(torch.zeros(3, 3, 8, 8), torch.zeros(3, dtype=torch.long))
-    draw_labelled(tmp_path / "batch.png", batch, source, Data(str(tmp_path), size=8))
+    draw_labeled(tmp_path / "batch.png", batch, source, Data(str(tmp_path), size=8))
     assert Image.open(tmp_path / "batch.png").size[0] > 3 * CELL

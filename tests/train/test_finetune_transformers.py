@@ -15,7 +15,7 @@ from sima_attn.models.loading import load_model
 from sima_attn.train.finetune_task import Finetuning
 from sima_attn.train.run import RunFolder
 from small_runs import class_folders
-from transformers_models import HONOURED, MASKED, build, build_clip, image, outputs
+from transformers_models import HONORED, MASKED, build, build_clip, image, outputs
 
 transformers = pytest.importorskip("transformers")
 
@@ -45,7 +45,7 @@ def encoder_of(model):
 )
 def test_the_encoder_is_taken_over_and_the_classifier_is_that_of_the_data(name, photos, tmp_path):
     families = {"clip_model": "CLIP", "siglip_model": "Siglip"}
-    model = build_clip(families[name]) if name in families else build(HONOURED, name)
+    model = build_clip(families[name]) if name in families else build(HONORED, name)
     model.save_pretrained(tmp_path / "start")
     done = tuned(tmp_path / "start", photos, tmp_path / "run", overrides=STILL)
     assert type(done.model).__name__.endswith("ForImageClassification")
@@ -57,7 +57,7 @@ def test_the_encoder_is_taken_over_and_the_classifier_is_that_of_the_data(name, 
 
 
 def test_the_run_is_the_same_model_for_us_and_for_transformers(photos, tmp_path):
-    done = tuned(build(HONOURED, "vit"), photos, tmp_path / "run", lr=0.01)
+    done = tuned(build(HONORED, "vit"), photos, tmp_path / "run", lr=0.01)
     expected = outputs(done.model, pixel_values=image())
     assert expected.shape == (2, 3)
     theirs = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "run").eval()
@@ -74,7 +74,7 @@ def test_the_run_is_the_same_model_for_us_and_for_transformers(photos, tmp_path)
 
 
 def test_a_model_in_memory_stays_as_it_is(photos, tmp_path):
-    model = build(HONOURED, "vit_classifier")
+    model = build(HONORED, "vit_classifier")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     done = tuned(model, photos, tmp_path / "run", attention="sima", lr=0.01)
     assert not converted_modules(model)
@@ -100,7 +100,7 @@ def test_a_timm_model_in_memory(photos, tmp_path):
 def test_a_linearized_clip_keeps_its_attentions_at_another_size(part, photos, tmp_path):
     small = [*FAST, "report.speed=false", "report.photos=0"]
     linearized = {"attention": "sima", "steps": 4, "batch": 6, "overrides": small, "device": "cpu"}
-    clip = build_clip() if part == "whole" else build(HONOURED, "clip")
+    clip = build_clip() if part == "whole" else build(HONORED, "clip")
     linearize(clip, photos, tmp_path / "linearized", quiet=True, **linearized)
     done = tuned(tmp_path / "linearized", photos, tmp_path / "run", size=48)
     assert type(done.model).__name__ == "CLIPForImageClassification"
@@ -124,7 +124,7 @@ def test_earlier_layers_have_smaller_learning_rates_and_embeddings_no_weight_dec
                 rates[names[id(parameter)]], decays[names[id(parameter)]] = group["lr"], group["weight_decay"]
 
     monkeypatch.setattr(Finetuning, "before_step", look)
-    tuned(build(HONOURED, "dinov2"), photos, tmp_path / "run", overrides=[*FAST, "finetune.layer_decay=0.5"])
+    tuned(build(HONORED, "dinov2"), photos, tmp_path / "run", overrides=[*FAST, "finetune.layer_decay=0.5"])
     head = rates["classifier.weight"]
     assert rates["dinov2.layernorm.weight"] == head
     assert rates["dinov2.encoder.layer.1.attention.q_proj.weight"] == pytest.approx(head / 2)
@@ -137,7 +137,7 @@ def test_earlier_layers_have_smaller_learning_rates_and_embeddings_no_weight_dec
 
 @pytest.mark.parametrize(("freeze", "learning"), [("backbone", []), ("all-but-attention", ["attention"])])
 def test_frozen_weights_keep_their_values(freeze, learning, photos, tmp_path):
-    model = build(HONOURED, "vit")
+    model = build(HONORED, "vit")
     convert(model, "sima_local", where=lambda path, module: path.startswith("layers.1."))
     done = tuned(model, photos, tmp_path / "run", freeze=freeze, lr=0.01)
     before, after = encoder_of(model).state_dict(), encoder_of(done.model).state_dict()
@@ -157,7 +157,7 @@ def test_a_resumed_run_ends_with_the_same_bits(photos, tmp_path, monkeypatch):
         if completed == 3:
             raise StoppedError
 
-    model = build(HONOURED, "vit")
+    model = build(HONORED, "vit")
     convert(model, "sima_local", where=lambda path, module: path.startswith("layers.1."))
     options = {"epochs": 2, "size": 48, "overrides": [*FAST, "run.checkpoint_steps=1"]}
     whole = tuned(model, photos, tmp_path / "whole", **options)
@@ -174,7 +174,7 @@ def test_a_resumed_run_ends_with_the_same_bits(photos, tmp_path, monkeypatch):
 
 
 def test_half_precision_is_fine_tuned_in_float32(photos, tmp_path):
-    build(HONOURED, "vit").half().save_pretrained(tmp_path / "start")
+    build(HONORED, "vit").half().save_pretrained(tmp_path / "start")
     done = tuned(tmp_path / "start", photos, tmp_path / "run")
     assert {parameter.dtype for parameter in done.model.parameters()} == {torch.float32}
 
@@ -184,11 +184,11 @@ def test_what_cannot_be_fine_tuned_is_said(photos, tmp_path):
     with pytest.raises(ValueError, match="no image classifier for ViTMAEForPreTraining"):
         tuned(build(MASKED, "vit_mae"), photos, out)
     with pytest.raises(ValueError, match=r"only model\.attention can be set"):
-        tuned(build(HONOURED, "vit"), photos, out, overrides=[*FAST, "model.drop_path=0.1"])
+        tuned(build(HONORED, "vit"), photos, out, overrides=[*FAST, "model.drop_path=0.1"])
     with pytest.raises(ValueError, match=r"cannot take images of 4 px.*choose a size that ViTModel takes"):
-        tuned(build(HONOURED, "vit"), photos, out, size=4)
+        tuned(build(HONORED, "vit"), photos, out, size=4)
     with pytest.raises(ValueError, match="weights and pretrained go with the name of a model"):
-        tuned(build(HONOURED, "vit"), photos, out, pretrained=True)
+        tuned(build(HONORED, "vit"), photos, out, pretrained=True)
     with pytest.raises(ValueError, match="model_kwargs describe a model in memory"):
         tuned("resnet18", photos, out, model_kwargs={"depth": 2})
     assert not out.exists()

@@ -63,7 +63,7 @@ def test_panels_have_few_curves_and_one_scale():
 
 
 def test_one_evaluation_is_drawn_as_a_marker(tmp_path, monkeypatch):
-    """The page has marks of the curve's colour inside its axes, at a whole epoch."""
+    """The page has marks of the curve's color inside its axes, at a whole epoch."""
     ticks, savefig = [], Figure.savefig
 
     def keep_ticks(self, *arguments, **options):
@@ -74,13 +74,13 @@ def test_one_evaluation_is_drawn_as_a_marker(tmp_path, monkeypatch):
     (tmp_path / "eval.csv").write_text("step,epoch,top1,loss\n3,1.0,40,1.5\n")
     plot_learning_curve(tmp_path, tmp_path / "curve.png", "title")
     pixels = Image.open(tmp_path / "curve.png").convert("RGB")
-    crimson = sum(count for count, colour in pixels.getcolors(1 << 24) if colour == (220, 20, 60))
+    crimson = sum(count for count, color in pixels.getcolors(1 << 24) if color == (220, 20, 60))
     (tmp_path / "eval.csv").write_text("step,epoch,top1\n3,1.0,40\n")
     plot_learning_curve(tmp_path, tmp_path / "none.png", "title")
     assert crimson > 20
     assert all(tick % 1 == 0 for panels in ticks for panel in panels for tick in panel)
     none = Image.open(tmp_path / "none.png").convert("RGB")
-    assert not any(colour == (220, 20, 60) for _, colour in none.getcolors(1 << 24))
+    assert not any(color == (220, 20, 60) for _, color in none.getcolors(1 << 24))
 
 
 @pytest.mark.parametrize(("kept", "label"), [(2.0, "top1: kept 60"), (3.0, "top1: final 50"), (None, "top1: final 50")])

@@ -123,7 +123,7 @@ def test_a_replay_sees_new_weights_and_draws_and_sets_the_gradients():
     ("changes", "fabric", "recordable", "message"),
     [
         ({}, {"device": torch.device("cpu")}, True, "needs a CUDA device"),
-        ({}, {"world_size": 2}, True, "processes synchronise"),
+        ({}, {"world_size": 2}, True, "processes synchronize"),
         ({"accumulate": 2}, {}, True, "run.accumulate must be 1, got 2"),
         ({"precision": "fp16"}, {}, True, "use run.precision=bf16"),
         ({"grad_checkpointing": True}, {}, True, "run.grad_checkpointing"),

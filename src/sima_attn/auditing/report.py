@@ -91,7 +91,7 @@ class AuditReport:
         inside = _in_words(call for call in self.calls if call.in_attention)
         elsewhere = _in_words(call for call in self.calls if not call.in_attention)
         if not self.in_paper:
-            return f"{elsewhere}; no attention recognised"
+            return f"{elsewhere}; no attention recognized"
         first = f"{inside} in attention" if inside else "no exp() in attention"
         return f"{first}, {elsewhere} elsewhere" if elsewhere else f"{first}, no exp-like call elsewhere"
 

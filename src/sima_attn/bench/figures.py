@@ -24,7 +24,7 @@ def plot_time_against_tokens(rows: Sequence[DemoRow], path: Path) -> None:
     with figure(path, figsize=(9, 6)) as (_, axes):
         # Slowest at the right first, so that the legend has the order of the lines.
         last = {row.attention: row.p50_ms for row in rows if max(r.N for r in rows) == row.N}
-        colours = colormaps["tab20"]
+        colors = colormaps["tab20"]
         for name in sorted(names, key=lambda name: -last[name]):
             mine = sorted((row for row in rows if row.attention == name), key=lambda row: row.N)
             tokens, times = [row.N for row in mine], [row.p50_ms for row in mine]
@@ -34,7 +34,7 @@ def plot_time_against_tokens(rows: Sequence[DemoRow], path: Path) -> None:
                 axes.plot(tokens, times, "s-", color="black", linewidth=2.5, label="softmax (fused)", zorder=2)
             else:
                 style = "--" if mine[0].exps == 0 else "-"
-                axes.plot(tokens, times, style, marker=".", color=colours(names.index(name)), linewidth=1.2, label=name)
+                axes.plot(tokens, times, style, marker=".", color=colors(names.index(name)), linewidth=1.2, label=name)
         first = rows[0]
         axes.set(xscale="log", yscale="log", xlabel="tokens N", ylabel="time of the attention core, ms (median)")
         ticks = sorted({row.N for row in rows})
@@ -54,17 +54,17 @@ def plot_gpu(rows: Sequence[GpuRow], path: Path) -> None:
     ]
     styles = {
         "flash": ("softmax, flash", "s-", "black"),
-        "cudnn": ("softmax, cuDNN", "D-", "dimgrey"),
+        "cudnn": ("softmax, cuDNN", "D-", "dimgray"),
         "sima": ("SimA", "o-", "crimson"),
     }
     with figure(path, columns=2, figsize=(12, 4.6)) as (whole, (left, right)):
-        for method, (label, style, colour) in styles.items():
+        for method, (label, style, color) in styles.items():
             mine = sorted((row for row in everywhere if row.method == method), key=lambda row: row.N)
             tokens = [row.N for row in mine]
-            left.plot(tokens, [row.p50_us for row in mine], style, color=colour, label=label)
-            right.plot(tokens, [100 * row.share_of_limit for row in mine], style, color=colour, label=label)
+            left.plot(tokens, [row.p50_us for row in mine], style, color=color, label=label)
+            right.plot(tokens, [100 * row.share_of_limit for row in mine], style, color=color, label=label)
         limit = next(row.limit_us for row in everywhere)
-        left.axhline(limit, color="grey", linestyle=":", label="q, k, v read and o written once")
+        left.axhline(limit, color="gray", linestyle=":", label="q, k, v read and o written once")
         ticks = sorted({row.N for row in everywhere})
         for axes in (left, right):
             axes.set(xscale="log", xlabel="tokens per image N, 32768 tokens in total")
@@ -83,7 +83,7 @@ def plot_edge(rows: Sequence[EdgeRow], path: Path) -> None:
     rows = [row for row in rows if row.threads == threads]
     families = list(dict.fromkeys(row.family for row in rows))
     runtimes = list(dict.fromkeys(row.runtime for row in rows))
-    colours = {"sima": "crimson", "sima + relu": "darkorange"}
+    colors = {"sima": "crimson", "sima + relu": "darkorange"}
     size = (4.2 * len(families), 3.4 * len(runtimes))
     with figure(path, rows=len(runtimes), columns=len(families), figsize=size, squeeze=False) as (whole, panels):
         for line, runtime in zip(panels, runtimes, strict=True):
@@ -94,7 +94,7 @@ def plot_edge(rows: Sequence[EdgeRow], path: Path) -> None:
                     bars = {(row.pixels, row.precision): row.speedup for row in mine if row.variant == variant}
                     places = [x + 0.27 * (i - 1) for x, group in enumerate(groups) if group in bars]
                     heights = [bars[group] for group in groups if group in bars]
-                    axes.bar(places, heights, 0.25, color=colours.get(variant, "dimgrey"), label=variant)
+                    axes.bar(places, heights, 0.25, color=colors.get(variant, "dimgray"), label=variant)
                 axes.axhline(1, color="black", linewidth=0.8)
                 axes.set_xticks(range(len(groups)), [f"{pixels} px\n{precision}" for pixels, precision in groups])
                 axes.set_title(f"{family}, {runtime}", fontsize=10)
@@ -105,13 +105,13 @@ def plot_edge(rows: Sequence[EdgeRow], path: Path) -> None:
 
 def plot_twins(rows: Sequence[TwinRow], out: Path, path: Path) -> None:
     """Accuracy by epoch, training time and exp() calls of the twins, from their rows and logs under `out`."""
-    colours = {"sima": "crimson", "softmax": "black"}
+    colors = {"sima": "crimson", "softmax": "black"}
     with figure(path, columns=3, figsize=(12, 4), width_ratios=(2, 1, 1)) as (whole, (curves, times, exps)):
         for row in rows:
             log = read_log(out / row.attention / "eval.csv")
             label = f"{row.attention}: {row.top1:.1f} % at the end"
             epochs, top1 = [float(r["epoch"]) for r in log], [float(r["top1"]) for r in log]
-            curves.plot(epochs, top1, color=colours[row.attention], label=label)
+            curves.plot(epochs, top1, color=colors[row.attention], label=label)
         curves.set(xlabel="epoch", ylabel="accuracy on the test digits, %")
         curves.grid(alpha=0.3)
         curves.legend(frameon=False, loc="lower right")
@@ -120,7 +120,7 @@ def plot_twins(rows: Sequence[TwinRow], out: Path, path: Path) -> None:
             (times, [row.seconds for row in rows], "training, seconds", "{:.0f} s"),
             (exps, [row.attention_exps + row.other_exps for row in rows], "exp() per image", "{:,}"),
         ):
-            bars = axes.bar(names, values, color=[colours[name] for name in names])
+            bars = axes.bar(names, values, color=[colors[name] for name in names])
             axes.bar_label(bars, [text.format(value) for value in values])
             axes.set_title(title)
         whole.suptitle(f"The same recipe, one word changed. {rows[0].threads} thread, {rows[0].device}")

@@ -20,14 +20,14 @@ def say_next(commands: list[Command]) -> None:
 
 def after_run(folder: Path, metrics: Mapping[str, float]) -> list[Command]:
     """After a training. What the run can do is read from its metrics, top1 of a classifier or knn_top1 of features, or
-    from its images: features of labelled ones can be classified too.
+    from its images: features of labeled ones can be classified too.
     """
     commands: list[Command] = []
     photo = first_image(data_of(folder))
     if "top1" in metrics:
         commands += [["eval", folder]]
         commands += [["classify", photo, "--model", folder]] if photo else []
-    elif "knn_top1" in metrics or labelled_images(data_of(folder)):
+    elif "knn_top1" in metrics or labeled_images(data_of(folder)):
         commands += [["knn", folder]]
         commands += [["classify", photo, "--model", folder]] if photo else []
     elif photo:
@@ -76,7 +76,7 @@ def after_export(file: Path, about: Mapping[str, Any]) -> list[Command]:
     data = str(about.get("recipe", {}).get("data", {}).get("path", ""))
     usable = data == "digits" or (Path(data).is_dir() and has_val_images(data))
     if data and not usable and Path(data).is_dir():  # one folder, which is divided or has image files
-        usable = max(labelled_images(data), len(images_in(Path(data)))) >= MIN_IMAGES
+        usable = max(labeled_images(data), len(images_in(Path(data)))) >= MIN_IMAGES
     quantize: list[Command] = [["quantize", file, "--data", data]] if data and usable else []
     return [*quantize, ["audit", file, "--by-module"]]
 
@@ -104,8 +104,8 @@ def after_linear(model: str, data: str) -> list[Command]:
 def after_classify(photo: Path, model: str | None, data: str | None) -> list[Command]:
     """After the classes of photos, by a model whose attentions can be shown: where it looks."""
     named: Command = ["--model", model] if model else []
-    by_neighbours: Command = ["--data", data] if data else []
-    page: list[Command] = [["serve", *named, *by_neighbours]] if _installed("fastapi", "uvicorn") else []
+    by_neighbors: Command = ["--data", data] if data else []
+    page: list[Command] = [["serve", *named, *by_neighbors]] if _installed("fastapi", "uvicorn") else []
     return [["heatmap", photo, *named], *page]
 
 
@@ -133,8 +133,8 @@ def data_of(folder: Path) -> str:
     return str(path)
 
 
-def labelled_images(data: str) -> int:
-    """Number of labelled train images, where a part of class folders without a split is held out; 0 without any."""
+def labeled_images(data: str) -> int:
+    """Number of labeled train images, where a part of class folders without a split is held out; 0 without any."""
     from sima_attn.data.settings import Data
     from sima_attn.data.splits import default_val, open_split
 

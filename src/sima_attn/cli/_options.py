@@ -88,7 +88,7 @@ HeldOut = Annotated[
     float | None, Option("--val", metavar="PART", help="Hold out this part of each class as val images, e.g. 0.2.")
 ]
 Reference = Annotated[
-    str | None, Option("--data", help="Folder of labelled images, CLASS/*.jpg: classify by the nearest of them.")
+    str | None, Option("--data", help="Folder of labeled images, CLASS/*.jpg: classify by the nearest of them.")
 ]
 DataOfRun = Annotated[str | None, Option(help="Folder of the images, or digits. Default: the run's.")]
 

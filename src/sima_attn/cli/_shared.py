@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 # A table needs its width even where the output is not a terminal. COLUMNS says another one, as it does for rich.
 _WIDTH = None if Console().is_terminal or "COLUMNS" in os.environ else 120
 # Text is printed as it is, in tables too, because the names of files and classes may contain [brackets]. A line that is
-# partly bold or coloured is a `Text`.
+# partly bold or colored is a `Text`.
 console = Console(width=_WIDTH, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 

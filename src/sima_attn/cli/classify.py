@@ -63,7 +63,7 @@ def classify_command(
 
 
 def load_classifier(model: str | None, data: str | None, device: str) -> LoadedModel:
-    """A model with classes: its own or, with `data` or for a model of features, by the nearest labelled images."""
+    """A model with classes: its own or, with `data` or for a model of features, by the nearest labeled images."""
     from sima_attn.models.loading import load_model
     from sima_attn.probe.features import feature_folder
     from sima_attn.probe.knn_classifier import knn_classifier
@@ -72,7 +72,7 @@ def load_classifier(model: str | None, data: str | None, device: str) -> LoadedM
     if loaded.has_classes:
         return loaded
     with progress_bar() as bar:
-        on_step = step_callback(bar, "features of the labelled images")
+        on_step = step_callback(bar, "features of the labeled images")
         say = teller(bar.console)
         return knn_classifier(loaded, data, feature_folder(model), device=device, say=say, on_step=on_step)
 

@@ -35,7 +35,7 @@ def features_command(
     ] = None,
     pictures: Annotated[
         Path | None,
-        Option(metavar="FOLDER", help="Folder for heat maps of q and k and the features as colours.", file_okay=False),
+        Option(metavar="FOLDER", help="Folder for heat maps of q and k and the features as colors.", file_okay=False),
     ] = None,
     weights: option.Weights = None,
     dtype: Annotated[str, Option(help="Of the features: float32 or float16.")] = "float32",

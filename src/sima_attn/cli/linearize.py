@@ -44,7 +44,7 @@ def linearize_command(
     device: option.Device = "auto",
     precision: option.Precision = None,
 ) -> None:
-    """Replace the softmax of a trained model and teach the new attention on unlabelled images."""
+    """Replace the softmax of a trained model and teach the new attention on unlabeled images."""
     check_installed()
     from sima_attn.distill.api import linearize
     from sima_attn.distill.report import block_table, summary_of

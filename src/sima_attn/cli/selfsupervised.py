@@ -74,12 +74,12 @@ def knn_command(
     model: option.ModelOrRun = DEFAULT_RUN,
     data: option.DataOfRun = None,
     k: Annotated[
-        list[int] | None, Option("-k", help="Neighbours; repeat for several.", min=1, show_default="10, 20, 100, 200")
+        list[int] | None, Option("-k", help="Neighbors; repeat for several.", min=1, show_default="10, 20, 100, 200")
     ] = None,
     temperature: Annotated[float, Option(help="Temperature T of the weights exp(cosine / T).")] = 0.07,
     size: SizeOption = None,
     branch: BranchOption = "teacher",
-    picture: Annotated[Path | None, option.file("png", "Picture of the nearest neighbours of six val images.")] = None,
+    picture: Annotated[Path | None, option.file("png", "Picture of the nearest neighbors of six val images.")] = None,
     map_: Annotated[Path | None, option.file("png", "Picture of the val features of ten classes.", "--map")] = None,
     method: Annotated[str, Option("--map-method", help="pca, or tsne (scikit-learn).")] = "pca",
     out: Annotated[Path | None, option.file("csv", "CSV file for the rows.")] = None,
@@ -92,7 +92,7 @@ def knn_command(
     """k-NN accuracy of frozen features: val images classified by their nearest training images."""
     from sima_attn.data.sources import class_words
     from sima_attn.probe.feature_map import MAPS, plot_feature_map
-    from sima_attn.probe.knn import features_accuracy, plot_neighbours
+    from sima_attn.probe.knn import features_accuracy, plot_neighbors
 
     check_known("map", method, MAPS)
     check_value(temperature, PositiveFloat, "the temperature")
@@ -107,7 +107,7 @@ def knn_command(
     )
     counts = k or [count for count in (10, 20, 100, 200) if count <= len(bank.values)] or [len(bank.values)]
     with progress_bar() as bar:
-        on_step = step_callback(bar, "neighbours")
+        on_step = step_callback(bar, "neighbors")
         rows = features_accuracy(queries, bank, k=counts, temperature=temperature, device=device, on_step=on_step)
     lines = [[str(r.k), f"{r.top1:.2f}", f"{r.top5:.2f}", f"{r.images}", f"{r.bank}"] for r in rows]
     print_table(TextTable(["k", "top-1", "top-5", "images", "bank"], lines), title=f"k-NN of {model}")
@@ -117,7 +117,7 @@ def knn_command(
     name, words = Path(model).name, class_words(data or backbone.data.path)
     bank, queries = (f._replace(classes=[words.get(c, c) for c in f.classes]) for f in (bank, queries))
     if picture is not None:
-        plot_neighbours(queries, val, bank, train, picture, device=device, title=f"Nearest neighbours under {name}")
+        plot_neighbors(queries, val, bank, train, picture, device=device, title=f"Nearest neighbors under {name}")
         console.print(f"Picture: {picture}")
     if map_ is not None:
         plot_feature_map(queries, map_, method=method, title=f"Features of {name}, {method}")

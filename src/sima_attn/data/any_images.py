@@ -15,14 +15,14 @@ def open_any(path: str, split: str = "train", *, labels: str = OPTIONAL) -> Sour
     """
     if labels != NONE:
         try:
-            return _open(path, split, labelled=True)
+            return _open(path, split, labeled=True)
         except ValueError:
             if labels == REQUIRED:
                 raise
-    return _open(path, split, labelled=False)
+    return _open(path, split, labeled=False)
 
 
-def _open(path: str, split: str, *, labelled: bool) -> Source:
+def _open(path: str, split: str, *, labeled: bool) -> Source:
     if path == "digits" or split != "train":
-        return open_data(path, split, labelled=labelled)
-    return whole_folder(path, labelled=labelled)
+        return open_data(path, split, labeled=labeled)
+    return whole_folder(path, labeled=labeled)

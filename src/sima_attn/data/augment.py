@@ -13,9 +13,9 @@ from torch import Tensor
 
 from sima_attn.data.settings import Augment
 
-GREY = (0.299, 0.587, 0.114)
-# RGB -> luma and two colour axes (NTSC's YIQ): a change of hue rotates the two axes.
-YIQ = (GREY, (0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.3112))
+GRAY = (0.299, 0.587, 0.114)
+# RGB -> luma and two color axes (NTSC's YIQ): a change of hue rotates the two axes.
+YIQ = (GRAY, (0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.3112))
 
 
 def _hue_maps() -> Tensor:
@@ -34,7 +34,7 @@ def augment_batch(images: Tensor, augment: Augment) -> Tensor:
     """Crop, flip and jitter images for classification; the size stays the same."""
     images = crop_and_flip(images, augment)
     strength = augment.color_jitter
-    return jitter_colours(images, strength, strength, strength) if strength else images
+    return jitter_colors(images, strength, strength, strength) if strength else images
 
 
 def crop_and_flip(images: Tensor, augment: Augment) -> Tensor:
@@ -67,7 +67,7 @@ def random_boxes(images: Tensor, scale: Sequence[float]) -> list[Tensor]:
     """Random crop per image, as width, height, x and y [B, 1, 1, 1] each.
 
     `scale` is the range of the area relative to the image, the aspect ratio is between 3:4 and 4:3. Width and height
-    are relative to the image; x and y are the centre in coordinates from -1 to 1.
+    are relative to the image; x and y are the center in coordinates from -1 to 1.
     """
     area = uniform(images, *scale)
     ratio = uniform(images, math.log(3 / 4), math.log(4 / 3)).exp()
@@ -89,13 +89,13 @@ def sample_boxes(images: Tensor, box: Sequence[Tensor], size: int, flip: float, 
     return F.grid_sample(images, grid, mode="bilinear", padding_mode=padding_mode, align_corners=False)
 
 
-def to_grey(images: Tensor) -> Tensor:
+def to_gray(images: Tensor) -> Tensor:
     """Luma [B, 1, S, S]."""
     red, green, blue = images.split(1, dim=1)
-    return torch.add(torch.add(red * GREY[0], green, alpha=GREY[1]), blue, alpha=GREY[2])
+    return torch.add(torch.add(red * GRAY[0], green, alpha=GRAY[1]), blue, alpha=GRAY[2])
 
 
-def jitter_colours(
+def jitter_colors(
     images: Tensor, brightness: float, contrast: float, saturation: float, hue: float = 0.0, hue_maps: Tensor = HUE
 ) -> Tensor:
     """Scale brightness, contrast and saturation by factors in 1 +- their strength; rotate the hue by up to `hue` turns.
@@ -107,10 +107,10 @@ def jitter_colours(
         return uniform(images, max(0.0, 1 - strength), 1 + strength)
 
     images = (images * factor(brightness)).clamp(0, 1)
-    mean = to_grey(images).mean((2, 3), keepdim=True)
+    mean = to_gray(images).mean((2, 3), keepdim=True)
     images = (mean + (images - mean) * factor(contrast)).clamp(0, 1)
-    grey = to_grey(images)
-    images = (grey + (images - grey) * factor(saturation)).clamp(0, 1)
+    gray = to_gray(images)
+    images = (gray + (images - gray) * factor(saturation)).clamp(0, 1)
     if not hue:
         return images
     angle = uniform(images, -2 * math.pi * hue, 2 * math.pi * hue).view(-1, 1)  # [B, 1]
@@ -129,13 +129,13 @@ def blur(images: Tensor, sigma: tuple[float, float]) -> Tensor:
     return weights @ images @ weights.mT
 
 
-def solarise(images: Tensor) -> Tensor:
+def solarize(images: Tensor) -> Tensor:
     """Invert the values from 0.5 on."""
     return torch.where(images >= 0.5, 1 - images, images)
 
 
 def erase(images: Tensor, probability: float) -> Tensor:
-    """Random erasing: fill one box (2 % to a third of the area) of some normalised images with normal noise."""
+    """Random erasing: fill one box (2 % to a third of the area) of some normalized images with normal noise."""
     S = images.shape[-1]
     area = uniform(images, 0.02, 1 / 3)
     ratio = uniform(images, math.log(0.3), math.log(1 / 0.3)).exp()

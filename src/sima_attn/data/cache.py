@@ -71,11 +71,11 @@ class Cache:
     def evaluation_batches(
         self, batch: int, rank: int = 0, world: int = 1, among: np.ndarray | None = None
     ) -> Iterator[Batch]:
-        """Each readable image of this process once, normalised; `among` are the indices of some of the images."""
+        """Each readable image of this process once, normalized; `among` are the indices of some of the images."""
         readable = np.flatnonzero(self.good) if among is None else among[self.good[among]]
         for _, _, indices in pieces_in_order(readable[rank::world], batch):
             images, labels = self.take(indices)
-            yield Batch(normalise(images.float() / 255, self.data), labels)
+            yield Batch(normalize(images.float() / 255, self.data), labels)
 
     def take(self, indices: np.ndarray) -> Batch:
         """The images at these indices."""
@@ -90,11 +90,11 @@ def decode(source: Source, split: str, data: Data, device: torch.device, progres
 
 
 def augmented(batch: Batch, data: Data, augment: Augment) -> Batch:
-    """A batch of bytes from the cache augmented and normalised; a batch from the workers is that already."""
+    """A batch of bytes from the cache augmented and normalized; a batch from the workers is that already."""
     images, labels = batch
     if images.dtype != torch.uint8:
         return batch
-    images = normalise(augment_batch(images.float() / 255, augment), data)
+    images = normalize(augment_batch(images.float() / 255, augment), data)
     return Batch(erase(images, augment.erasing) if augment.erasing else images, labels)
 
 
@@ -106,15 +106,15 @@ def _next_good(good: np.ndarray) -> np.ndarray:
     return readable[np.searchsorted(readable, np.arange(len(good))) % len(readable)]
 
 
-def normalise(images: Tensor, data: Data) -> Tensor:
+def normalize(images: Tensor, data: Data) -> Tensor:
     """Images [B, 3, S, S] with values in [0, 1] -> (images - mean) / std per channel."""
     mean = torch.tensor(data.mean, device=images.device).view(1, 3, 1, 1)
     std = torch.tensor(data.std, device=images.device).view(1, 3, 1, 1)
     return (images - mean) / std
 
 
-def denormalise(images: Tensor, data: Data) -> Tensor:
-    """The inverse of `normalise`, cut to [0, 1]."""
+def denormalize(images: Tensor, data: Data) -> Tensor:
+    """The inverse of `normalize`, cut to [0, 1]."""
     mean = torch.tensor(data.mean, device=images.device).view(1, 3, 1, 1)
     std = torch.tensor(data.std, device=images.device).view(1, 3, 1, 1)
     return (images * std + mean).clamp(0, 1)

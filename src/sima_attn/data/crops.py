@@ -17,18 +17,18 @@ from sima_attn.data.settings import Crops, Data
 
 @dataclass(frozen=True)
 class View:
-    """Settings of one crop: side, range of the relative area, and probabilities of blur and solarisation."""
+    """Settings of one crop: side, range of the relative area, and probabilities of blur and solarization."""
 
     size: int
     scale: tuple[float, float]
     blur: float
-    solarise: float
+    solarize: float
 
 
 def views(crops: Crops, size: int) -> list[View]:
     """Settings of all views of an image: the global ones, with side `size`, come first."""
     first = View(size, crops.global_scale, crops.blur[0], 0.0)
-    others = View(size, crops.global_scale, crops.blur[1], crops.solarise)
+    others = View(size, crops.global_scale, crops.blur[1], crops.solarize)
     local = View(crops.local_size, crops.local_scale, crops.blur[2], 0.0)
     return [first, *[others] * (crops.global_count - 1), *[local] * crops.local_count]
 
@@ -54,9 +54,9 @@ def _pipeline(view: View, crops: Crops, interpolation: str) -> Any:
             transforms.RandomResizedCrop(view.size, view.scale, interpolation=str_to_interp_mode(interpolation)),
             transforms.RandomHorizontalFlip(crops.flip),
             transforms.RandomApply([transforms.ColorJitter(brightness, contrast, saturation, hue)], crops.jitter),
-            transforms.RandomGrayscale(crops.grey),
+            transforms.RandomGrayscale(crops.gray),
             transforms.RandomApply([_Blur(crops.blur_sigma)], view.blur),
-            transforms.RandomSolarize(128, view.solarise),
+            transforms.RandomSolarize(128, view.solarize),
             transforms.PILToTensor(),
         ]
     )
@@ -91,7 +91,7 @@ def split_views(rows: Tensor, crops: Crops, size: int) -> list[Tensor]:
 
 
 class CropBatch(nn.Module):
-    """Bytes [B, 3, S, S] -> normalised global views [V * B, 3, S, S] and local views [V * B, 3, s, s], on the device.
+    """Bytes [B, 3, S, S] -> normalized global views [V * B, 3, S, S] and local views [V * B, 3, s, s], on the device.
 
     Each view of each image has its own random draws. All views of one size are made in one pass, and all constants
     are on the device before the first batch: copying them there would wait for all pending work.
@@ -110,7 +110,7 @@ class CropBatch(nn.Module):
         for name in ("mean", "std"):
             self.register_buffer(name, torch.tensor(getattr(data, name)).view(1, 3, 1, 1))
         for i, group in enumerate(self.groups):
-            for name in ("blur", "solarise"):
+            for name in ("blur", "solarize"):
                 probability = torch.tensor([getattr(view, name) for view in group])
                 self.register_buffer(f"{name}_{i}", probability.view(-1, 1, 1, 1, 1))  # [V, 1, 1, 1, 1]
 
@@ -120,19 +120,19 @@ class CropBatch(nn.Module):
         return [(self.group(images, i) - self.mean) / self.std for i in range(len(self.groups))]
 
     def group(self, images: Tensor, number: int) -> Tensor:
-        """Images [B, 3, S, S] in [0, 1] -> all views of one size [V * B, 3, s, s], not normalised."""
+        """Images [B, 3, S, S] in [0, 1] -> all views of one size [V * B, 3, s, s], not normalized."""
         crops, group = self.crops, self.groups[number]
         x = images.repeat(len(group), 1, 1, 1)
         # Border padding, not zeros: half a pixel at the edge of the largest crops is outside the image.
         x = ops.sample_boxes(x, ops.random_boxes(x, group[0].scale), group[0].size, crops.flip, padding_mode="border")
         if crops.jitter:
-            x = torch.where(ops.chance(x, crops.jitter), ops.jitter_colours(x, *crops.strength, self.hue_maps), x)
-        if crops.grey:
-            x = torch.where(ops.chance(x, crops.grey), ops.to_grey(x), x)
+            x = torch.where(ops.chance(x, crops.jitter), ops.jitter_colors(x, *crops.strength, self.hue_maps), x)
+        if crops.gray:
+            x = torch.where(ops.chance(x, crops.gray), ops.to_gray(x), x)
         if any(view.blur for view in group):
             x = torch.where(self._chance_by_view(x, f"blur_{number}"), ops.blur(x, crops.blur_sigma), x)
-        if any(view.solarise for view in group):
-            x = torch.where(self._chance_by_view(x, f"solarise_{number}"), ops.solarise(x), x)
+        if any(view.solarize for view in group):
+            x = torch.where(self._chance_by_view(x, f"solarize_{number}"), ops.solarize(x), x)
         return x
 
     def _chance_by_view(self, images: Tensor, name: str) -> Tensor:

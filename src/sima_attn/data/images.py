@@ -229,5 +229,5 @@ def to_bytes(pixels: np.ndarray, low: float, high: float) -> np.ndarray:
         if low < 0 or high > 65535:
             raise ValueError(f"it has whole numbers from {low} to {high}; scale them to 0 to 65535")
         if pixels.dtype.itemsize == 2 or high > 255:
-            pixels = pixels >> 8  # the high byte, as Pillow does for 16-bit colours
+            pixels = pixels >> 8  # the high byte, as Pillow does for 16-bit colors
     return pixels.astype(np.uint8)

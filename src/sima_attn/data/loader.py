@@ -33,7 +33,7 @@ Piece = tuple[int, np.ndarray, np.ndarray]  # epoch, positions in the epoch, ind
 
 
 class Batch(NamedTuple):
-    """Images [B, 3, size, size], normalised floats or bytes; labels [B], or soft targets [B, K] when mixup is on."""
+    """Images [B, 3, size, size], normalized floats or bytes; labels [B], or soft targets [B, K] when mixup is on."""
 
     images: Tensor
     labels: Tensor
@@ -63,7 +63,7 @@ class Share:
 
 
 def mixed_seed(*numbers: int) -> int:
-    """One 64-bit seed from several numbers; neighbouring numbers give unrelated seeds."""
+    """One 64-bit seed from several numbers; neighboring numbers give unrelated seeds."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
 
 
@@ -266,7 +266,7 @@ def training_batches(
     device: torch.device,
     broken: BrokenImages,
 ) -> Iterator[Batch]:
-    """Augmented, normalised batches for the steps from start to stop."""
+    """Augmented, normalized batches for the steps from start to stop."""
     samples = Samples(source, training_transform(data, augment), seed)
     pieces = batch_indices(source, share, seed, start=start, stop=stop, repeats=augment.repeats)
     return decoded_batches(samples, pieces, data.workers, device, broken)
@@ -289,7 +289,7 @@ def evaluation_batches(
 
 
 def training_transform(data: Data, augment: Augment) -> Callable[[Any], Tensor]:
-    """PIL image -> augmented, normalised tensor [3, size, size], by timm's transforms."""
+    """PIL image -> augmented, normalized tensor [3, size, size], by timm's transforms."""
     from timm.data.transforms import str_to_interp_mode
     from timm.data.transforms_factory import transforms_imagenet_train
     from torchvision import transforms
@@ -328,7 +328,7 @@ def _at_least_one_bit(bits: Callable[[float, Any], tuple[int]], level: float, se
 def evaluation_transform(preprocessing: Preprocessing, *, normalize: bool = True) -> Callable[[Any], Tensor]:
     """PIL image -> tensor [3, size, size]: resized to size / crop_ratio, then center-cropped.
 
-    The result is normalised floats, or bytes with normalize=False.
+    The result is normalized floats, or bytes with normalize=False.
     """
     from timm.data.transforms_factory import transforms_imagenet_eval
     from torchvision import transforms

@@ -148,11 +148,11 @@ class Crops:
         global_scale, local_scale: Range of the area relative to the image.
         local_size: Side of a local crop in pixels.
         flip: Probability of a horizontal flip.
-        jitter, strength: Probability of colour jitter, and its brightness, contrast, saturation and hue.
-        grey: Probability of conversion to greyscale.
+        jitter, strength: Probability of color jitter, and its brightness, contrast, saturation and hue.
+        gray: Probability of conversion to grayscale.
         blur: Probability of blur in the first global crop, the other global crops, and the local crops.
         blur_sigma: Range of the sigma of the blur in pixels.
-        solarise: Probability of solarisation in the global crops after the first.
+        solarize: Probability of solarization in the global crops after the first.
     """
 
     global_count: PositiveInt = 2
@@ -163,10 +163,10 @@ class Crops:
     flip: Probability = 0.5
     jitter: Probability = 0.8
     strength: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat, Hue] = (0.4, 0.4, 0.2, 0.1)
-    grey: Probability = 0.2
+    gray: Probability = 0.2
     blur: tuple[Probability, Probability, Probability] = (1.0, 0.1, 0.5)
     blur_sigma: Range[PositiveFloat] = (0.1, 2.0)
-    solarise: Probability = 0.2
+    solarize: Probability = 0.2
 
     def check_relations(self) -> None:
         """Raise where there is nothing to compare."""

@@ -137,15 +137,15 @@ def class_words(root: Path | str) -> dict[str, str]:
 class ClassFolders(Source):
     """One folder per class, sorted by name, with images at any depth. Hidden files and folders are ignored.
 
-    With labelled=False a folder of images, or one in which not every folder has images, has no classes.
+    With labeled=False a folder of images, or one in which not every folder has images, has no classes.
     """
 
-    def __init__(self, root: Path, labelled: bool = True) -> None:
+    def __init__(self, root: Path, labeled: bool = True) -> None:
         with os.scandir(root) as listing:
             names = sorted(entry.name for entry in listing if entry.is_dir() and not is_hidden(entry.name))
         images = {name: images_in(root / name, deep=True) for name in names}
         endings = f"({', '.join(ENDINGS)})"
-        if labelled:
+        if labeled:
             if not names:
                 raise ValueError(f"{root} contains no class folders: put the images in {root}/CLASS/")
             for name in names:
@@ -173,7 +173,7 @@ class Parquet(Source):
 
     KEPT_BLOCKS = 16  # row groups kept in memory, per process
 
-    def __init__(self, files: Sequence[Path], root: Path, labelled: bool = True) -> None:
+    def __init__(self, files: Sequence[Path], root: Path, labeled: bool = True) -> None:
         check_installed("reading parquet files", "pyarrow", extra="train")
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -187,13 +187,13 @@ class Parquet(Source):
         for i, path in enumerate(self.files):
             try:
                 file = pq.ParquetFile(path)
-                present, wanted = file.schema_arrow.names, ["image", "label"] if labelled else ["image"]
+                present, wanted = file.schema_arrow.names, ["image", "label"] if labeled else ["image"]
                 if missing := [column for column in wanted if column not in present]:
                     raise ValueError(f"{path} has no column {missing[0]!r}; its columns are {present}")
                 kind = str(file.schema_arrow.field("image").type)
                 if not re.search(r"^(large_)?binary|bytes: (large_)?binary", kind):
                     raise ValueError(f"the column image of {path} must contain encoded images as bytes, got {kind}")
-                if labelled:
+                if labeled:
                     found = _names_in_metadata(file.schema_arrow.metadata)
                     if names and found:
                         check_same_names(listing, names, path, found)
@@ -209,8 +209,8 @@ class Parquet(Source):
             raise ValueError(f"there are no rows in {few_of([str(path) for path in files])}")
         self._starts = np.concatenate([[0], np.cumsum(self.blocks)])
         self._kept: OrderedDict[int, Any] = OrderedDict()
-        self.labels = np.concatenate(labels) if labelled else np.zeros(sum(self.blocks), dtype=np.int64)
-        self.classes = _class_names(names, self.labels, root) if labelled else []
+        self.labels = np.concatenate(labels) if labeled else np.zeros(sum(self.blocks), dtype=np.int64)
+        self.classes = _class_names(names, self.labels, root) if labeled else []
 
     def _row(self, index: int) -> tuple[int, int]:
         block = int(np.searchsorted(self._starts, index, side="right")) - 1
@@ -277,8 +277,8 @@ class TarShards(Source):
     ({"label": number}); class names are the lines of an optional classes.txt beside the shards.
     """
 
-    def __init__(self, files: Sequence[Path], root: Path, labelled: bool = True) -> None:
-        self.files, self.labelled = list(files), labelled
+    def __init__(self, files: Sequence[Path], root: Path, labeled: bool = True) -> None:
+        self.files, self.labeled = list(files), labeled
         self.blocks = []
         self.members: list[tuple[int, str, int, int]] = []  # shard, name, offset, size
         labels: list[int] = []
@@ -291,11 +291,11 @@ class TarShards(Source):
                 raise ValueError(f"{path} is not a readable tar file, or it is compressed: {error}") from None
             self.blocks.append(len(labels) - before)
         if not labels:
-            kind = "images with labels (NAME.jpg with NAME.cls)" if labelled else "images"
+            kind = "images with labels (NAME.jpg with NAME.cls)" if labeled else "images"
             raise ValueError(f"there are no {kind} in {few_of([str(f) for f in files])}")
         self.labels = np.array(labels)
         names = [name for name, _ in _class_list(root)] or None
-        self.classes = _class_names(names, self.labels, root) if labelled else []
+        self.classes = _class_names(names, self.labels, root) if labeled else []
 
     def _index(self, i: int, shard: tarfile.TarFile, labels: list[int]) -> None:
         path = self.files[i]
@@ -312,7 +312,7 @@ class TarShards(Source):
                 if key in images:
                     raise ValueError(f"{member.name} in {path} is the second image of {key}; rename or remove it")
                 images[key] = (i, member.name, member.offset_data, member.size)
-            elif member.isfile() and ending in ("cls", "json") and self.labelled:
+            elif member.isfile() and ending in ("cls", "json") and self.labeled:
                 where = f"{member.name} in {path}"
                 found[key] = _label(shard.extractfile(member).read(), ending, where)  # type: ignore[union-attr]
             elif base.lower().endswith(ENDINGS):
@@ -323,7 +323,7 @@ class TarShards(Source):
                 f"{others[key]} in {path} is a link, or has dots in its name: the key of a sample ends at the first "
                 f"dot, and {key} has no image; pack the file itself, or rename it"
             )
-        if self.labelled and (missing := images.keys() - found.keys()):
+        if self.labeled and (missing := images.keys() - found.keys()):
             raise ValueError(f"{min(missing)} in {path} has no label: add a member .cls or .json")
         self.members += images.values()
         labels += [found.get(key, 0) for key in images]

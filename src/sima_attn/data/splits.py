@@ -26,7 +26,7 @@ SPLITS = {
 DEFAULT_VAL = 0.2  # the part of each class that is held out where there are no val images
 
 
-def open_data(path: str | Path, split: str = "train", *, labelled: bool = True) -> Source:
+def open_data(path: str | Path, split: str = "train", *, labeled: bool = True) -> Source:
     """The images of a split ("train", "val" or "test"); the format is detected from the files.
 
     - "digits": scikit-learn's 1797 digits; a fifth of them is val.
@@ -34,7 +34,7 @@ def open_data(path: str | Path, split: str = "train", *, labelled: bool = True) 
     - `train-*.parquet`, `val-*.parquet` (or inside folders train, val): Hugging Face's image and label columns.
     - `train-*.tar`, `val-*.tar` (or inside folders): webdataset shards with members NAME.jpg and NAME.cls.
 
-    val may also be named validation, valid, test or testing, and folders in any case. With labelled=False, for
+    val may also be named validation, valid, test or testing, and folders in any case. With labeled=False, for
     self-supervised learning, labels are optional: images directly in train/, no label column, no .cls members. Then
     there are no classes, and all labels are 0.
     """
@@ -43,7 +43,7 @@ def open_data(path: str | Path, split: str = "train", *, labelled: bool = True) 
     if str(path) == "digits":
         return Digits(split)
     root = _folder(path)
-    files = _files_of(root, split, labelled)
+    files = _files_of(root, split, labeled)
     if files is None:
         hint = f"put them into {root}/{split}/CLASS/"
         if split != "test":
@@ -103,7 +103,7 @@ class SplitFiles(NamedTuple):
         return source
 
 
-def _files_of(root: Path, split: str, labelled: bool = True) -> SplitFiles | None:
+def _files_of(root: Path, split: str, labeled: bool = True) -> SplitFiles | None:
     """The files of a split; None where the folder has none."""
     with os.scandir(root) as listing:  # sorted: train comes after Train, and is taken if there are both
         folders = {name.lower(): root / name for name in sorted(entry.name for entry in listing if entry.is_dir())}
@@ -113,9 +113,9 @@ def _files_of(root: Path, split: str, labelled: bool = True) -> SplitFiles | Non
             files = sorted([*root.glob(f"{alias}[-_.]*{ending}"), *root.glob(f"{alias}{ending}")])
             files = files or (sorted(folder.glob(f"*{ending}")) if folder else [])
             if files:
-                return SplitFiles(_range_of(files, root), partial(kind, files, root, labelled))
+                return SplitFiles(_range_of(files, root), partial(kind, files, root, labeled))
         if folder:
-            return SplitFiles(f"{folder.name}/", partial(ClassFolders, folder, labelled))
+            return SplitFiles(f"{folder.name}/", partial(ClassFolders, folder, labeled))
     return None
 
 
@@ -125,11 +125,11 @@ def _range_of(files: Sequence[Path], root: Path) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
 
-def whole_folder(path: str | Path, *, labelled: bool = True) -> Source:
+def whole_folder(path: str | Path, *, labeled: bool = True) -> Source:
     """The train images or, in a folder without splits, all images."""
     root = _folder(path)
-    files = _files_of(root, "train", labelled)
-    return _opened(files or SplitFiles(f"{root.name}/", partial(ClassFolders, root, labelled)), root)
+    files = _files_of(root, "train", labeled)
+    return _opened(files or SplitFiles(f"{root.name}/", partial(ClassFolders, root, labeled)), root)
 
 
 def has_val_images(path: str | Path) -> bool:

@@ -60,7 +60,7 @@ class BatchLayout:
         height, width = (-(-side // stride) for side in self.canvas)
         mask = torch.zeros(len(self.sizes), 1, height, width, dtype=torch.bool, device=device)
         for own, (rows, columns) in zip(mask, self.grids(stride), strict=True):
-            own[:, :rows, :columns] = True  # filled on the device: a copy from the CPU would synchronise
+            own[:, :rows, :columns] = True  # filled on the device: a copy from the CPU would synchronize
         return mask
 
 

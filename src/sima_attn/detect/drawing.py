@@ -1,4 +1,4 @@
-"""Objects drawn on an image: masks, boxes and captions, one colour per class.
+"""Objects drawn on an image: masks, boxes and captions, one color per class.
 
 torchvision's drawing functions are not used: their captions have a fixed size of 10 pixels and overlap, and pixels of
 overlapping masks turn black.
@@ -32,23 +32,23 @@ def draw_objects(
     """
     picture = to_rgb(image)
     by_size = (boxes[:, 2:] - boxes[:, :2]).prod(dim=1).argsort(descending=True).tolist()
-    colours = [colour(label) for label in labels.tolist()]
+    colors = [color(label) for label in labels.tolist()]
     if masks is not None:
         for i in by_size:
             mask = resized_mask(masks[i], picture.size).astype(np.uint8) * MASK_OPACITY
-            picture.paste(colours[i], mask=Image.fromarray(mask))
+            picture.paste(colors[i], mask=Image.fromarray(mask))
     pen = ImageDraw.Draw(picture)
     unit = max(1, round(min(picture.size) / 300))
     for i in by_size:
-        pen.rectangle(tuple(boxes[i].tolist()), outline=colours[i], width=unit)
+        pen.rectangle(tuple(boxes[i].tolist()), outline=colors[i], width=unit)
     size = max(11, round(min(picture.size) / 32))  # of the font
     placed: list[Rectangle] = []
-    for box, ink, text in zip(boxes.tolist(), colours, captions, strict=True):
+    for box, ink, text in zip(boxes.tolist(), colors, captions, strict=True):
         plate = (text_width(text, size) + 4 * unit, text_height(size) + 2 * unit)
         place = place_caption(box, plate, picture.size, placed)
         placed.append(place)
         pen.rectangle(place, fill=ink)
-        draw_text(pen, (place[0] + 2 * unit, place[1] + unit), text, size, text_colour(ink))
+        draw_text(pen, (place[0] + 2 * unit, place[1] + unit), text, size, text_color(ink))
     return picture
 
 
@@ -75,13 +75,13 @@ def overlap(a: Rectangle, b: Rectangle) -> bool:
     return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
 
-def text_colour(background: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Black on bright colours, white on dark ones."""
+def text_color(background: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Black on bright colors, white on dark ones."""
     red, green, blue = background
     return (0, 0, 0) if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else (255, 255, 255)
 
 
-def colour(label: int) -> tuple[int, int, int]:
-    """A bright colour, clearly different from those of the neighbouring labels."""
+def color(label: int) -> tuple[int, int, int]:
+    """A bright color, clearly different from those of the neighboring labels."""
     red, green, blue = colorsys.hsv_to_rgb(label * GOLDEN_RATIO % 1, 0.85, 0.95)
     return round(255 * red), round(255 * green), round(255 * blue)

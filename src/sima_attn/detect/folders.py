@@ -1,4 +1,4 @@
-"""A folder -> the annotations and the images of one of its splits, as labelling tools write them.
+"""A folder -> the annotations and the images of one of its splits, as labeling tools write them.
 
 COCO files in the folder, in annotations/ or beside the images (Roboflow: train/_annotations.coco.json), or YOLO labels
 with a data.yaml. What was found is reported in one line. Where several files fit, none is chosen.

@@ -50,7 +50,7 @@ class Anchors(AnchorGenerator):
         device = feature_maps[0].device
         self.set_cell_anchors(torch.promote_types(feature_maps[0].dtype, torch.float32), device)
         strides = (*STRIDES, COARSEST)
-        steps: Any = [[stride] * 2 for stride in strides]  # numbers: tensors would synchronise
+        steps: Any = [[stride] * 2 for stride in strides]  # numbers: tensors would synchronize
         levels = self.grid_anchors([list(x.shape[-2:]) for x in feature_maps], steps)  # [rows * columns * 3, 4] each
         layout = BatchLayout.of(image_list.image_sizes, tuple(image_list.tensors.shape[-2:]))
         if layout is None:
@@ -224,7 +224,7 @@ def check_targets(targets: Sequence[Target], num_classes: int, masks: bool) -> N
         return
     boxes, labels = (torch.cat([target[name] for target in targets]) for name in ("boxes", "labels"))
     ends = (boxes[:, 2:] - boxes[:, :2]).min(), labels.min(), labels.max()
-    least, low, high = torch.stack([end.to(boxes.dtype) for end in ends]).tolist()  # one synchronisation
+    least, low, high = torch.stack([end.to(boxes.dtype) for end in ends]).tolist()  # one synchronization
     if not least > 0:
         wrong = boxes[~(boxes[:, 2:] > boxes[:, :2]).all(dim=1)][0]
         raise ValueError(f"a box must have x0 < x1 and y0 < y1, got {wrong}")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class KnnProbe:
-    """Backbone -> k-NN accuracy on the val images in percent; the neighbours are among `probe.bank` training images."""
+    """Backbone -> k-NN accuracy on the val images in percent; the neighbors are among `probe.bank` training images."""
 
     def __init__(
         self,

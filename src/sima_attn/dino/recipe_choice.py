@@ -11,7 +11,7 @@ SUITED = SuitedRecipes("miniature", "photos", "xcit_small_12")
 
 
 def choose_dino(data: Data, device: str) -> Choice:
-    """The recipe of `sima dino` for the images at `data.path`; the k-NN gets no more neighbours than images."""
+    """The recipe of `sima dino` for the images at `data.path`; the k-NN gets no more neighbors than images."""
     source = open_any(data.path)
     recipe, notes = choose_recipe(named_dino_recipe, SUITED, source, device)
     probe = replace(recipe.probe, k=min(recipe.probe.k, len(source)))

@@ -23,11 +23,11 @@ class Distill:
 
     Attributes:
         out_dim, hidden_dim, bottleneck_dim, head_layers: Sizes of the projection head.
-        norm_last_layer: Keep the gains of the weight-normalised last layer at 1.
+        norm_last_layer: Keep the gains of the weight-normalized last layer at 1.
         freeze_last_layer: Epochs in which the last layer is not updated.
         student_temp, teacher_temp: Temperatures; the teacher's rises from `teacher_temp_start` over
             `teacher_temp_epochs`.
-        centre_momentum: Momentum of the centre, the running mean of the teacher's outputs that is subtracted from
+        center_momentum: Momentum of the center, the running mean of the teacher's outputs that is subtracted from
             them.
         momentum: Momentum of the teacher at the start; it follows a cosine to 1.
         weight_decay_end: Final weight decay; it follows a cosine from optim.weight_decay.
@@ -52,7 +52,7 @@ class Distill:
     teacher_temp: PositiveFloat = 0.04
     teacher_temp_start: PositiveFloat = 0.04
     teacher_temp_epochs: NonNegativeInt = 0
-    centre_momentum: Probability = 0.9
+    center_momentum: Probability = 0.9
     momentum: Probability = 0.996
     weight_decay_end: NonNegativeFloat = 0.4
     clip: PositiveFloat | None = 3.0
@@ -108,7 +108,7 @@ def digits() -> DinoRecipe:
         name="digits",
         model=Model("sima_vit_mini_patch4_64", "sima", kwargs=vit),
         data=Data("digits", size=16, mean=(0.3, 0.3, 0.3), std=(0.37, 0.37, 0.37), workers=0, cache=True),
-        # Digits have no colours, and mirrored digits are not digits.
+        # Digits have no colors, and mirrored digits are not digits.
         crops=Crops(
             global_scale=(0.4, 1.0),
             local_count=2,
@@ -116,9 +116,9 @@ def digits() -> DinoRecipe:
             local_scale=(0.15, 0.5),
             flip=0.0,
             jitter=0.0,
-            grey=0.0,
+            gray=0.0,
             blur=(0.0, 0.0, 0.0),
-            solarise=0.0,
+            solarize=0.0,
         ),
         distill=Distill(
             out_dim=512,

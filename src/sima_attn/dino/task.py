@@ -2,7 +2,7 @@
 
 The teacher is a moving average of the student.
 
-    p_t = softmax((teacher - centre) / T_t),  q_v = softmax(student / T_s),  loss = mean over t != v of -sum p_t log q_v
+    p_t = softmax((teacher - center) / T_t),  q_v = softmax(student / T_s),  loss = mean over t != v of -sum p_t log q_v
 
 Shapes: B images, V views, G global views, C channels, K outputs of the head. Views are concatenated: [V * B, ...].
 """
@@ -24,7 +24,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from sima_attn._settings import check, to_dict
 from sima_attn.data.any_images import NONE, OPTIONAL, open_any
-from sima_attn.data.cache import decode, normalise
+from sima_attn.data.cache import decode, normalize
 from sima_attn.data.crops import CropBatch, CropImage, split_views
 from sima_attn.data.loader import (
     BrokenImages,
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 COLLAPSED = 1e-3  # nats of information; untrained teachers have at least 0.005
 DRAWN_IMAGES, DRAWN_SIDE = 6, 120  # in the picture of the first batch; pixels per view
-COLLAPSE_CHECK_INTERVAL = 10  # steps; each check synchronises with the device
+COLLAPSE_CHECK_INTERVAL = 10  # steps; each check synchronizes with the device
 
 
 class CollapseError(ValueError):
@@ -112,18 +112,18 @@ class Branch(nn.Module):
 
 
 class DinoLoss(nn.Module):
-    """Cross entropy of all pairs of different views, and the centre [K] of the teacher's outputs.
+    """Cross entropy of all pairs of different views, and the center [K] of the teacher's outputs.
 
     `flat_steps` counts the consecutive steps in which the teacher's output was the same for every image.
     """
 
-    centre: Tensor
+    center: Tensor
     flat_steps: Tensor
 
     def __init__(self, distill: Distill) -> None:
         super().__init__()
-        self.student_temp, self.centre_momentum = distill.student_temp, distill.centre_momentum
-        self.register_buffer("centre", torch.zeros(distill.out_dim))
+        self.student_temp, self.center_momentum = distill.student_temp, distill.center_momentum
+        self.register_buffer("center", torch.zeros(distill.out_dim))
         self.register_buffer("flat_steps", torch.zeros((), dtype=torch.long))
 
     def forward(
@@ -134,7 +134,7 @@ class DinoLoss(nn.Module):
         The first G views of the student are the teacher's; a view is not compared with itself.
         """
         with without_autocast(student):
-            targets = F.softmax((teacher.float() - self.centre) / teacher_temp, dim=-1)  # [G * B, K]
+            targets = F.softmax((teacher.float() - self.center) / teacher_temp, dim=-1)  # [G * B, K]
             log_q = F.log_softmax(student.float() / self.student_temp, dim=-1)  # [V * B, K]
             p, q = targets.view(-1, images, targets.shape[1]), log_q.view(-1, images, log_q.shape[1])
             pairs = -(p.transpose(0, 1) @ q.permute(1, 2, 0)).mean(0)  # [B, G, K] x [B, K, V] -> [G, V]
@@ -144,8 +144,8 @@ class DinoLoss(nn.Module):
 
     @torch.no_grad()
     def update(self, teacher_mean: Tensor, information: Tensor) -> None:
-        """Move the centre towards the mean [K] of the teacher's outputs, and count steps without information."""
-        self.centre.lerp_(teacher_mean, 1 - self.centre_momentum)
+        """Move the center towards the mean [K] of the teacher's outputs, and count steps without information."""
+        self.center.lerp_(teacher_mean, 1 - self.center_momentum)
         self.flat_steps.copy_(torch.where(information < COLLAPSED, self.flat_steps + 1, 0))
 
 
@@ -269,11 +269,11 @@ class Dino(Task):
         return (rows for rows, _ in decoded_batches(samples, pieces, data.workers, self.fabric.device, self.broken))
 
     def prepare(self, batch: Tensor) -> list[Tensor]:
-        """Normalised views of a batch: global ones [G * B, 3, S, S], then local ones [(V - G) * B, 3, s, s]."""
+        """Normalized views of a batch: global ones [G * B, 3, S, S], then local ones [(V - G) * B, 3, s, s]."""
         if batch.dim() == 4:
             return self.crop(batch)
         data = self.recipe.data
-        return [normalise(group, data) for group in split_views(batch, self.recipe.crops, data.size)]
+        return [normalize(group, data) for group in split_views(batch, self.recipe.crops, data.size)]
 
     def draw_batch(self, batch: Sequence[Tensor], path: Path) -> None:
         """One row per image with all its views; the teacher sees the global ones."""
@@ -318,10 +318,10 @@ class Dino(Task):
             torch._foreach_mul_(local_parts(gradients), list(factors.unbind()))
         if step < distill.freeze_last_layer * self.steps_per_epoch:
             for p in self.model.head.last_layer.parameters():
-                p.grad = None  # with a zero gradient the optimiser would still apply weight decay
+                p.grad = None  # with a zero gradient the optimizer would still apply weight decay
 
     def after_step(self, step: int) -> None:
-        """Update teacher and centre; stop the run if the teacher has collapsed."""
+        """Update teacher and center; stop the run if the teacher has collapsed."""
         momentum = cosine(self.recipe.distill.momentum, 1.0, step - 1, self.total)
         with torch.no_grad():  # parameters alone: the teacher keeps its own buffers
             student, teacher = self.student_and_teacher
@@ -349,8 +349,8 @@ class Dino(Task):
             )
 
     def state(self) -> dict[str, nn.Module]:
-        """Teacher and centre; the schedules depend only on the step."""
-        return {"teacher": self.teacher, "centre": self.criterion}
+        """Teacher and center; the schedules depend only on the step."""
+        return {"teacher": self.teacher, "center": self.criterion}
 
     def about(self, recipe: DinoRecipe) -> dict[str, Any]:
         """Recipe, classes and number of training images."""

@@ -8,13 +8,13 @@ from sima_attn.data.sources import Source, Subset
 LEAST_IMAGES = 8
 
 
-def open_images(path: str, held_out: float, seed: int, *, labelled: bool = False) -> tuple[Source, Source]:
+def open_images(path: str, held_out: float, seed: int, *, labeled: bool = False) -> tuple[Source, Source]:
     """(images to learn from, images to measure on): the splits of the data, or parts of a folder of images.
 
-    Labels are optional; with `labelled`, unusable ones are an error. Without val images a part of the others is held
+    Labels are optional; with `labeled`, unusable ones are an error. Without val images a part of the others is held
     out, always the same for a seed.
     """
-    labels = REQUIRED if labelled else OPTIONAL
+    labels = REQUIRED if labeled else OPTIONAL
     train = open_any(path, "train", labels=labels)
     if len(train) < LEAST_IMAGES:
         raise ValueError(f"{path} has {len(train)} images; a linearization needs at least {LEAST_IMAGES}")

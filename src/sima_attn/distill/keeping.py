@@ -112,7 +112,7 @@ def kept_for_now(student: nn.Module, teacher: nn.Module, paths: Sequence[str]) -
 def keep_blocks(student: nn.Module, teacher: nn.Module, paths: Sequence[str]) -> None:
     """Put copies of the teacher's attentions into the student for good.
 
-    Parameters of the same name and shape remain the same objects, with the teacher's values: the optimiser refers to
+    Parameters of the same name and shape remain the same objects, with the teacher's values: the optimizer refers to
     them. Others, such as the temperature of XCA, do not learn.
     """
     for path in paths:

@@ -23,7 +23,7 @@ SHOWN_KEPT = (0, 1, 2, 4)  # numbers of kept attentions in the table of the trad
 STUDENT = "student"
 METRICS = {
     "cosine": ("cosine of final tokens", "{:.3f}"),
-    "knn_agreement": ("same nearest neighbour as the teacher", "{:.1f} %"),
+    "knn_agreement": ("same nearest neighbor as the teacher", "{:.1f} %"),
     "agreement": ("same class as the teacher", "{:.1f} %"),
     "top1": ("top-1", "{:.1f} %"),
     "teacher_top1": ("teacher", "{:.1f} %"),
@@ -219,4 +219,4 @@ def _draw(
         draw_features(path, photos, theirs, ours, recipe.data, str(recipe.model.attention))
     except ValueError as error:
         return f"There is no picture of the features: {error}"
-    return f"![Photos, and the final tokens of teacher and student as colours]({path.name})"
+    return f"![Photos, and the final tokens of teacher and student as colors]({path.name})"

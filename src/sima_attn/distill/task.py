@@ -52,7 +52,7 @@ from sima_attn.distill.result import Block, Linearized, Record
 from sima_attn.models.preprocessing import Preprocessing
 from sima_attn.nn.eval_mode import eval_mode
 from sima_attn.report.progress import RunProgress
-from sima_attn.train.batch_picture import draw_labelled
+from sima_attn.train.batch_picture import draw_labeled
 from sima_attn.train.best import Best
 from sima_attn.train.checkpoint import load_newest
 from sima_attn.train.classify import create_mixup, label_loss, mixed
@@ -100,7 +100,7 @@ class Linearization(Task):
             recipe.data.path,
             recipe.transfer.held_out,
             recipe.run.seed,
-            labelled=recipe.schedule.finetune_epochs > 0,
+            labeled=recipe.schedule.finetune_epochs > 0,
         )
         progress.say(
             f"{len(self.source)} images to learn from in {self.source.place}; {len(self.val)} images to measure on in "
@@ -124,7 +124,7 @@ class Linearization(Task):
         self.model = build_student(teacher, recipe.model, str(recipe.model.attention)).to(fabric.device)
         self.paths = exchanged(self.teacher, self.model)
         self.check_keep()
-        # Collected before attentions are kept: the optimiser of a resumed run needs the parameters that they replace.
+        # Collected before attentions are kept: the optimizer of a resumed run needs the parameters that they replace.
         learning = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         new = [p for name, p in learning if is_in(name, self.paths)]
         self.groups = [new, [p for name, p in learning if not is_in(name, self.paths)]]
@@ -150,8 +150,8 @@ class Linearization(Task):
         self.record.kept = paths
         keep_blocks(self.model, self.teacher, paths)
         new = [path for path in self.paths if path not in paths]
-        optimised = {p for group in self.groups for p in group}
-        self.others = [p for name, p in self.model.named_parameters() if p in optimised and not is_in(name, new)]
+        optimized = {p for group in self.groups for p in group}
+        self.others = [p for name, p in self.model.named_parameters() if p in optimized and not is_in(name, new)]
         self.best = Best(self.model).to(self.fabric.device)
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
@@ -194,7 +194,7 @@ class Linearization(Task):
 
     def draw_batch(self, batch: Batch, path: Path) -> None:
         """Augmented images, with their classes if they have labels."""
-        draw_labelled(path, batch, self.source, self.recipe.data, self.recipe.augment.smoothing)
+        draw_labeled(path, batch, self.source, self.recipe.data, self.recipe.augment.smoothing)
 
     def loss(self, model: Callable[..., Any], batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Mean relative error of the new attentions, difference of the final outputs, or the loss of the labels."""
@@ -316,7 +316,7 @@ class Linearization(Task):
         student = self.best.network.eval()
         metrics = self.measure(student, self._batches_of(self.val, self.broken_val))
         theirs, ours = self._pooled_features(student)
-        if len(ours) > 2:  # with two images there is but one neighbour
+        if len(ours) > 2:  # with two images there is but one neighbor
             metrics["knn_agreement"] = knn_agreement(theirs, ours)
         after, before = self.errors(student), self.record.errors_before
         blocks = [Block(path, before[path], after[path], path in self.record.kept) for path in self.paths]

@@ -70,7 +70,7 @@ def deletion_test(
 ) -> list[DeletionRow]:
     """Rows for each map, both modes and the three orders, over batches of (images [B, 3, h, w], labels [B]).
 
-    A hidden patch is 0, the mean colour of normalized images; a blurred patch comes from the image averaged down to
+    A hidden patch is 0, the mean color of normalized images; a blurred patch comes from the image averaged down to
     BLUR x BLUR pixels. A patch is a cell of the layer's token grid.
 
     Args:

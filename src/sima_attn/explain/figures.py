@@ -8,7 +8,7 @@ from sima_attn.explain.deletion import DeletionRow
 from sima_attn.explain.effects import AttentionRow
 from sima_attn.report.figures import figure
 
-COLOURS = {"highest first": "crimson", "random": "dimgrey", "lowest first": "royalblue"}
+COLORS = {"highest first": "crimson", "random": "dimgray", "lowest first": "royalblue"}
 DASHES = {"q": "o-", "k": "s--"}
 
 
@@ -57,7 +57,7 @@ def plot_deletion(rows: Sequence[DeletionRow], path: Path) -> None:
 def _plot_curves(axes: Any, rows: Sequence[DeletionRow]) -> None:
     """One line per part and order; the random order is the same for all parts."""
     parts = list(dict.fromkeys(row.of for row in rows))
-    for order, colour in COLOURS.items():
+    for order, color in COLORS.items():
         for part in parts[:1] if order == "random" else parts:
             line = [row for row in rows if (row.of, row.order) == (part, order)]
             name = order if order == "random" else f"{part}, {order}"
@@ -65,15 +65,15 @@ def _plot_curves(axes: Any, rows: Sequence[DeletionRow]) -> None:
                 [100 * row.fraction for row in line],
                 [row.probability for row in line],
                 DASHES[part],
-                color=colour,
+                color=color,
                 label=f"{name} (area {line[0].area:.3f})",
             )
 
 
 def _plot_areas(axes: Any, rows: Sequence[DeletionRow]) -> None:
     """Area of each order minus that of the random order, with two standard errors."""
-    axes.axhline(0, color=COLOURS["random"], label="random")
-    for order in (order for order in COLOURS if order != "random"):
+    axes.axhline(0, color=COLORS["random"], label="random")
+    for order in (order for order in COLORS if order != "random"):
         for part in dict.fromkeys(row.of for row in rows):
             line = [row for row in rows if (row.of, row.order) == (part, order) and row.fraction == 0]
             axes.errorbar(
@@ -81,7 +81,7 @@ def _plot_areas(axes: Any, rows: Sequence[DeletionRow]) -> None:
                 [row.over_random for row in line],
                 yerr=[2 * row.error for row in line],
                 fmt=DASHES[part],
-                color=COLOURS[order],
+                color=COLORS[order],
                 capsize=2,
                 label=f"{part}, {order}",
             )

@@ -76,7 +76,7 @@ class PhotoModel(LoadedModel):
         return rows * self.multiple, max(1, round(tokens / rows)) * self.multiple
 
     def prepare(self, photo: Image.Image, size: int | None = None) -> Tensor:
-        """A photo -> normalised image [1, 3, height, width], on the CPU; `size` as that of a square photo."""
+        """A photo -> normalized image [1, 3, height, width], on the CPU; `size` as that of a square photo."""
         height, width = self.input_size(*photo.size, size)
         resized = to_rgb(photo).resize((width, height), Image.Resampling.BICUBIC)
         pixels = torch.from_numpy(np.asarray(resized, dtype=np.float32) / 255).permute(2, 0, 1)[None]  # [1, 3, h, w]

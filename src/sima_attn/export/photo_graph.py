@@ -1,6 +1,6 @@
 """`data.loader.evaluation_transform` inside an ONNX graph.
 
-Shapes: photo [height, width, 3] in bytes -> images [1, 3, size, size], normalised.
+Shapes: photo [height, width, 3] in bytes -> images [1, 3, size, size], normalized.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from sima_attn.models.preprocessing import Preprocessing
 
 
 class PreparePhoto(nn.Module):
-    """PIL's arithmetic but for its rounding to bytes: within about one grey level of the transform.
+    """PIL's arithmetic but for its rounding to bytes: within about one gray level of the transform.
 
     That transform cuts the ends off a photo more than 10 times as long as wide before resizing, a graph does not: there
     the two may be shifted by a part of a pixel.

@@ -108,7 +108,7 @@ def features(
             GPU if they fit into half of its free memory, else disk.
         token_ref: "train" multiplies each attention by N / N of the training size, see `sima_attention`; None leaves
             the model as it is.
-        pictures: A folder for the heat maps of q and k in the last attention and the features as colours.
+        pictures: A folder for the heat maps of q and k in the last attention and the features as colors.
         on_step: Called with what is done, the steps done and all steps.
 
     Raises:

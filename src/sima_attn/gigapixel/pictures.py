@@ -24,17 +24,17 @@ from sima_attn.gigapixel.sweeps import Sweeps
 from sima_attn.gigapixel.tiles import Tile, tiles_of
 from sima_attn.ops.eager import compute_dtype
 from sima_attn.report.drawing import overlay
-from sima_attn.report.feature_colours import FeatureColours
+from sima_attn.report.feature_colors import FeatureColors
 
 LONGEST = 1024
-SAMPLE = 2**14  # tokens whose principal components are the colours
+SAMPLE = 2**14  # tokens whose principal components are the colors
 PARTS = ("q", "k")
 
 
 def write_pictures(
     folder: Path, name: str, source: Source, sweeps: Sweeps, side: int, on_step: Callable[[int, int], object]
 ) -> list[Path]:
-    """NAME_q.png and NAME_k.png, the heat maps of the last attention, and NAME_pca.png, the final features as colours.
+    """NAME_q.png and NAME_k.png, the heat maps of the last attention, and NAME_pca.png, the final features as colors.
 
     Args:
         sweeps: After its run.
@@ -52,9 +52,9 @@ def write_pictures(
         for i, part in enumerate(PARTS)
     }
     on_step(2, 3)
-    colours = _picture(shrunken(_colouring(sweeps.features, grid, side), grid, side))
+    colors = _picture(shrunken(_coloring(sweeps.features, grid, side), grid, side))
     whole = (round(photo.width / share[1]), round(photo.height / share[0]))
-    pictures["pca"] = colours.resize(whole, Image.Resampling.NEAREST).crop((0, 0, *photo.size))
+    pictures["pca"] = colors.resize(whole, Image.Resampling.NEAREST).crop((0, 0, *photo.size))
     written = []
     for part, picture in pictures.items():
         written.append(folder / f"{name}_{part}.png")
@@ -99,12 +99,12 @@ def _scores(sweeps: Sweeps, tile: Tile) -> Tensor:
     return torch.stack(norms, dim=2)
 
 
-def _colouring(features: TileArray, grid: tuple[int, int], side: int) -> Callable[[Tile], Tensor]:
-    """A tile -> its colours [r, c, 3] up to 255; their sample are tokens that are evenly distributed over the grid."""
+def _coloring(features: TileArray, grid: tuple[int, int], side: int) -> Callable[[Tile], Tensor]:
+    """A tile -> its colors [r, c, 3] up to 255; their sample are tokens that are evenly distributed over the grid."""
     step = max(1, round((grid[0] * grid[1] / SAMPLE) ** 0.5))
     sample = []
     for tile in tiles_of(grid, side):
         rows, columns = (slice(-start % step, None, step) for start in (tile.top, tile.left))
         sample.append(features.read(tile)[rows, columns].flatten(0, 1).cpu())
-    colours = FeatureColours(torch.cat(sample))
-    return lambda tile: 255 * colours(features.read(tile).cpu())
+    colors = FeatureColors(torch.cat(sample))
+    return lambda tile: 255 * colors(features.read(tile).cpu())

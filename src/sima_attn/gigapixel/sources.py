@@ -66,7 +66,7 @@ class ArraySource(Source):
         self.size = (lengths["Y"], lengths["X"])
         count = lengths[channels[0]] if channels else 1
         if not 1 <= count <= 4:
-            raise ValueError(f"it has {count} channels: needed are 1 to 4, grey or RGB, with or without transparency")
+            raise ValueError(f"it has {count} channels: needed are 1 to 4, gray or RGB, with or without transparency")
         if array.dtype.kind not in "buif":
             raise ValueError(f"its pixels are {array.dtype}: needed are whole numbers or floats")
 
@@ -219,9 +219,9 @@ def _zarr(path: Path) -> Source:
 
 
 def _tiff(path: Path, folder: Path, stack: ExitStack, on_band: OnBand) -> Source | None:
-    """The full resolution of the first image; None for colours that Pillow converts.
+    """The full resolution of the first image; None for colors that Pillow converts.
 
-    These are palettes, CMYK, inverted grey and rotated images.
+    These are palettes, CMYK, inverted gray and rotated images.
     """
     import tifffile
     import zarr

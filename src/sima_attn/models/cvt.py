@@ -256,7 +256,7 @@ class Cvt(nn.Module):
         return self.forward_head(self.forward_features(x))
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """Images [B, in_chans, height, width] -> normalised tokens of the last stage [B, N, C], class token first."""
+        """Images [B, in_chans, height, width] -> normalized tokens of the last stage [B, N, C], class token first."""
         return self.norm(self.run_stages(x, len(self.stages))[-1][0])
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
@@ -345,7 +345,7 @@ class Cvt(nn.Module):
         self.grad_checkpointing = enable
 
     def no_weight_decay(self) -> set[str]:
-        """Parameters that timm's optimisers must not decay."""
+        """Parameters that timm's optimizers must not decay."""
         return {name for name, _ in self.named_parameters() if name.endswith("cls_token")}
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class Card:
         classes: Their names in the data, in the order of the logits.
         words: Class -> what to call it, where that is another word.
         size: Side of the images in pixels.
-        mean, std: What the channels, in [0, 1], are normalised by.
+        mean, std: What the channels, in [0, 1], are normalized by.
         recipe: The resolved recipe.
         epochs: Those that were made of the recipe's.
         top1, top5: Accuracy in percent on `images` val images, of the weights as stored.

@@ -86,7 +86,7 @@ def read_tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
 
 
 def read_sharded(folder: Path) -> dict[str, Any]:
-    """The state in a checkpoint, as in one of a single file, but without that of the optimiser."""
+    """The state in a checkpoint, as in one of a single file, but without that of the optimizer."""
     check_whole(folder)
     values = read_values(folder)
     try:

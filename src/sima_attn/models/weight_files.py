@@ -155,7 +155,7 @@ def check_readable(path: Path) -> None:
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """The state in a checkpoint; of a folder without that of the optimiser."""
+    """The state in a checkpoint; of a folder without that of the optimizer."""
     if is_sharded(path):
         return read_sharded(path)
     check_readable(path)

@@ -110,7 +110,7 @@ class Attention(LeafModule, ABC):
 
     @abstractmethod
     def matrix(self, q: Tensor, k: Tensor) -> Tensor:
-        """The weights A [B, H, N, M] with o = A v, by definition: slow, for tests and visualisation."""
+        """The weights A [B, H, N, M] with o = A v, by definition: slow, for tests and visualization."""
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The output that `core` must equal."""

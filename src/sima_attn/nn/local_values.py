@@ -19,7 +19,7 @@ from sima_attn.ops.token_convolution import token_convolution
 class LocalValues(nn.Module, OnGrid):
     """v [B, H, N, D] -> [B, H, N, D]: one 3 x 3 filter per channel over the patch tokens, zero for prefix tokens.
 
-    The filters start at zero. They are no Conv2d, so that the initialisers of timm leave them there.
+    The filters start at zero. They are no Conv2d, so that the initializers of timm leave them there.
 
     Args:
         dim: C, the channels of all heads.

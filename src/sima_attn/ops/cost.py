@@ -5,7 +5,7 @@ other attentions have theirs in their own files.
 
     MACs     multiply-adds in matrix products (half of what torch.utils.flop_counter reports)
     exps     numbers that an exp-like function (exp, softmax, ELU, GELU ...) is evaluated on
-    scratch  intermediate numbers between q, k, v and o that are stored, including norms and normalisers
+    scratch  intermediate numbers between q, k, v and o that are stored, including norms and normalizers
 """
 
 from dataclasses import dataclass

@@ -4,7 +4,7 @@ Both l1 norms are per channel, so they fold into one vector s of D numbers per h
 
     s_c = 1 / (|Q^c|_1 |K^c|_1)               O = Q diag(s) K^T V
 
-`folded_attention` is that equation. It makes no normalised copy of Q or K, and in "kv" order no N x M matrix. Plain
+`folded_attention` is that equation. It makes no normalized copy of Q or K, and in "kv" order no N x M matrix. Plain
 calls on the CPU are implemented in cpu_inference.py and cpu_training.py.
 
 Shapes: B batch, H heads, N query tokens, M key tokens, D channels per head, Dv value channels per head.
@@ -63,7 +63,7 @@ def sima_eager(
 ) -> Tensor:
     """SimA of checked arguments. Half precision is computed in float32 and rounded once, at the end.
 
-    A normalised value is about 1/N: it underflows in float16, and an eps of 1e-12 is 0 there.
+    A normalized value is about 1/N: it underflows in float16, and an eps of 1e-12 is 0 there.
     """
     if not q.is_meta and torch.is_autocast_enabled(q.device.type):
         with without_autocast(q):  # it would round the float32 products back

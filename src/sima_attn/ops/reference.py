@@ -2,7 +2,7 @@
 
     Q-hat^c = Q^c / |Q^c|_1        K-hat^c = K^c / |K^c|_1        O = Q-hat K-hat^T V
 
-The norm of a channel c runs over the tokens. Nothing here is fast: the normalised tensors and the N x M matrix are
+The norm of a channel c runs over the tokens. Nothing here is fast: the normalized tensors and the N x M matrix are
 all stored. Run it in float64 to get a reference of full precision.
 
 Shapes: B batch, H heads, N query tokens, M key tokens, D channels per head, Dv value channels per head.
@@ -57,7 +57,7 @@ def sima_reference(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
 
 
 def algorithm_1(q: Tensor, k: Tensor, v: Tensor, *, order: str | None = None) -> Tensor:
-    """Algorithm 1 of the paper as its authors run it: normalise, then multiply in the cheaper order.
+    """Algorithm 1 of the paper as its authors run it: normalize, then multiply in the cheaper order.
 
     This is the "paper" row of the benchmarks. The order depends on the head dimension, as in the authors' code;
     `order` fixes it, as their timing protocols do.

@@ -24,7 +24,7 @@ Three buffers share one layout, a row of D * DV + 2 D float32 numbers per head (
     state    W, |Q|_1, |K|_1, kept for the backward (without W in the "qk" order)
     sums     Z, t/|Q|_1, t/|K|_1
 
-The forward kernels of the "kv" order also compute relu2 (KIND), whose rows are normalised in place of its channels,
+The forward kernels of the "kv" order also compute relu2 (KIND), whose rows are normalized in place of its channels,
 with Q' = phi(Q), K' = phi(K), phi(x) = relu(x)^2 / sqrt(D); triton_relu2_kernels.py has the backward:
 
     W = K'^T V        z = |K'|_1 in place of |K|_1        O = Q' W / max(Q' z, eps)        |Q|_1 is not used

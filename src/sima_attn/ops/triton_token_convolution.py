@@ -31,7 +31,7 @@ PROGRAMS = 4  # per multiprocessor, for the gradient of the filters
 
 @triton.jit
 def shifted(x, n, prefix, rows, columns, tap, d, x_n, D: tl.constexpr):
-    """The neighbours of tokens n that a tap of the filter multiplies, in float32; zero for prefix tokens."""
+    """The neighbors of tokens n that a tap of the filter multiplies, in float32; zero for prefix tokens."""
     down, right = tap // 3 - 1, tap % 3 - 1
     patch = n - prefix
     row, column = patch // columns + down, patch % columns + right

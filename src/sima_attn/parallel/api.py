@@ -49,7 +49,7 @@ def parallelize(model: nn.Module, mesh: Group) -> nn.Module:
 
     Every process calls the model with the same whole images and gets the same logits. Patch embedding and everything
     after it run on the rows of the process; attention adds up its sums, and convolutions read the rows of their
-    neighbours. Logits and gradients equal those of the model in one process.
+    neighbors. Logits and gradients equal those of the model in one process.
 
     The gradients of a process are its part. Where every process computes the same loss, their average over the
     processes, as DistributedDataParallel and FSDP compute it, is the gradient of the model in one process.

@@ -56,7 +56,7 @@ class SplitCvt(SplitModel, Cvt):
             block.attn.num_prefix_tokens = self.num_prefix_tokens if held else 0
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """Images [B, in_chans, height, width] -> the normalised tokens of this process in the last stage [B, N, C]."""
+        """Images [B, in_chans, height, width] -> the normalized tokens of this process in the last stage [B, N, C]."""
         return super().forward_features(x[:, :, self.own_rows(x, self.unit)])
 
     def pool(self, x: Tensor) -> Tensor:

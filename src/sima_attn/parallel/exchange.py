@@ -39,7 +39,7 @@ def mean_of_tokens(x: Tensor, group: DeviceMesh) -> Tensor:
 
 
 def with_halo(x: Tensor, group: DeviceMesh, *, above: int, below: int, padding: int) -> Tensor:
-    """Map [B, C, rows, W] -> [B, C, above + rows + below, W]: with the next rows of the neighbouring processes.
+    """Map [B, C, rows, W] -> [B, C, above + rows + below, W]: with the next rows of the neighboring processes.
 
     Beyond the image there are zeros: `above` rows on the first process, `padding` rows on the last.
     """
@@ -50,13 +50,13 @@ def with_halo(x: Tensor, group: DeviceMesh, *, above: int, below: int, padding: 
     if rank < last:
         sent[rank + 1], received[rank + 1] = above, below
     if x.shape[2] < max(sent):
-        raise ValueError(f"a neighbouring process reads {max(sent)} rows, and this one has {x.shape[2]}")
+        raise ValueError(f"a neighboring process reads {max(sent)} rows, and this one has {x.shape[2]}")
     rows = x.permute(2, 0, 1, 3)  # [rows, B, C, W]
     to_previous, to_next = rows[: sent[rank - 1] if rank else 0], rows[len(rows) - (above if rank < last else 0) :]
     message = torch.cat([to_previous, to_next])
     halo = collectives.wait_tensor(
         collectives.all_to_all_single_autograd(message, received, sent, group.get_group())
-    ).permute(1, 2, 0, 3)  # [B, C, rows of both neighbours, W]
+    ).permute(1, 2, 0, 3)  # [B, C, rows of both neighbors, W]
     # A part of the halo may be empty, but it must be in the graph: the backward pass is an exchange of all processes.
     before, after = halo.split([above if rank else 0, below if rank < last else 0], 2)
     B, C, _, W = x.shape

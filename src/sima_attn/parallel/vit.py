@@ -21,7 +21,7 @@ class SplitVit(SplitModel, VisionTransformer):
     """A ViT whose first process holds the class token and the registers."""
 
     def forward_features(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Images [B, 3, height, width] -> the normalised tokens of this process [B, N, C]."""
+        """Images [B, 3, height, width] -> the normalized tokens of this process [B, N, C]."""
         if attn_mask is not None or is_causal:
             raise ValueError("a parallelized model supports no attention masks, because SimA does not: omit them")
         images = whole_patches(self.patch_embed, x)

@@ -26,7 +26,7 @@ class SplitXcit(SplitModel, Xcit):
             share_dropout(block.attn.proj_drop, self.group)
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """Images [B, 3, height, width] -> normalised tokens [B, 1 + N, C], the class token first."""
+        """Images [B, 3, height, width] -> normalized tokens [B, 1 + N, C], the class token first."""
         patch = self.patch_embed.patch_size
         height, own = x.shape[2], self.own_rows(x, patch)
         x, (rows, columns) = self.patch_embed(x[:, :, own])  # [B, N, C]

@@ -1,5 +1,5 @@
 """Frozen features -> k-NN accuracy, a linear classifier, maps of features.
 
 features  images -> features, stored on disk        knn, linear  their accuracy        feature_map  a picture of them
-knn_classifier  features and labelled images -> a classifier without training
+knn_classifier  features and labeled images -> a classifier without training
 """

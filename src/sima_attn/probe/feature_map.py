@@ -42,10 +42,10 @@ def plot_feature_map(features: Features, path: Path, *, method: str = "pca", tit
     chosen = evenly(len(features.classes), CLASSES)
     rows = np.concatenate([np.flatnonzero(features.labels == label)[:PER_CLASS] for label in chosen])
     points, labels = two_dimensions(features.values[rows], method), features.labels[rows]
-    colours = colormaps["tab10"]
+    colors = colormaps["tab10"]
     with figure(path, figsize=(7.5, 6)) as (_, axes):
         for i, label in enumerate(chosen):
             x, y = points[labels == label].T
-            axes.scatter(x, y, s=14, color=colours(i), label=features.classes[label], alpha=0.8)
+            axes.scatter(x, y, s=14, color=colors(i), label=features.classes[label], alpha=0.8)
         axes.set(xticks=[], yticks=[], title=title)
         axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))

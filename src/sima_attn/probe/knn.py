@@ -1,6 +1,6 @@
-"""k nearest neighbours on frozen features: the search, the weighted vote, the picture.
+"""k nearest neighbors on frozen features: the search, the weighted vote, the picture.
 
-    score of a class = sum over the k neighbours of that class of exp(cosine / T)
+    score of a class = sum over the k neighbors of that class of exp(cosine / T)
 
 Neither side must fit into memory: the bank is read once, block by block, and of each query only its best so far stay.
 Shapes: n queries, m images in the bank, W width of the features, K classes.
@@ -24,12 +24,12 @@ from sima_attn.probe.features import Features, check_labels, evenly
 from sima_attn.report.figures import figure
 
 Array = np.ndarray | Tensor
-DRAWN_IMAGES, DRAWN_NEIGHBOURS = 6, 8
+DRAWN_IMAGES, DRAWN_NEIGHBORS = 6, 8
 
 
 @dataclass(frozen=True)
 class KnnRow:
-    """Accuracy in percent at one number of neighbours."""
+    """Accuracy in percent at one number of neighbors."""
 
     k: int
     temperature: float
@@ -79,7 +79,7 @@ def nearest(
 
 
 def votes(cosines: Tensor, labels: Tensor, classes: int, temperature: float = 0.07) -> Tensor:
-    """Cosines and labels [n, k] of the neighbours -> scores [n, K], in which the nearest one counts 1.
+    """Cosines and labels [n, k] of the neighbors -> scores [n, K], in which the nearest one counts 1.
 
     Which class has most does not change with that unit, and at a low temperature exp(cosine / T) would be infinite.
     """
@@ -115,7 +115,7 @@ def features_accuracy(queries: Features, bank: Features, **options: Any) -> list
 
 def vote_accuracy(
     cosines: Tensor,
-    neighbours: Tensor,
+    neighbors: Tensor,
     truth: Tensor,
     *,
     classes: int,
@@ -124,23 +124,23 @@ def vote_accuracy(
     bank: int,
     block: int = 4096,
 ) -> list[KnnRow]:
-    """Accuracy for each k, from the cosines and labels [n, max k] of the neighbours, the nearest first.
+    """Accuracy for each k, from the cosines and labels [n, max k] of the neighbors, the nearest first.
 
-    k neighbours vote for k classes at most: with fewer than five the top-5 accuracy is that of the first k.
+    k neighbors vote for k classes at most: with fewer than five the top-5 accuracy is that of the first k.
     """
     n = len(truth)
     hits = {count: [0, 0] for count in k}
     for start in range(0, n, block):
         rows = slice(start, start + block)
         for count in hits:  # each k once, even if given twice
-            scores = votes(cosines[rows, :count], neighbours[rows, :count], classes, temperature)  # [rows, K]
+            scores = votes(cosines[rows, :count], neighbors[rows, :count], classes, temperature)  # [rows, K]
             right = scores.topk(min(5, count, classes), dim=1).indices == truth[rows, None]
             hits[count][0] += int(right[:, 0].sum())
             hits[count][1] += int(right.sum())
     return [KnnRow(count, temperature, 100 * one / n, 100 * five / n, n, bank) for count, (one, five) in hits.items()]
 
 
-def plot_neighbours(
+def plot_neighbors(
     queries: Features,
     query_source: Source,
     bank: Features,
@@ -150,16 +150,14 @@ def plot_neighbours(
     device: torch.device | str = "cpu",
     title: str = "",
 ) -> None:
-    """Draw a few images, each with its nearest neighbours in one row; frames show whether the class is the same."""
+    """Draw a few images, each with its nearest neighbors in one row; frames show whether the class is the same."""
     # One image per chosen class, so that the rows differ.
     rows = [
         int(np.flatnonzero(queries.labels == label)[0])
         for label in evenly(len(queries.classes), DRAWN_IMAGES)
         if (queries.labels == label).any()
     ]
-    cosines, indices = nearest(
-        queries.values[rows], bank.values, min(DRAWN_NEIGHBOURS, len(bank.values)), device=device
-    )
+    cosines, indices = nearest(queries.values[rows], bank.values, min(DRAWN_NEIGHBORS, len(bank.values)), device=device)
     columns = 1 + indices.shape[1]
     size = (1.25 * columns, 1.45 * len(rows))
     with figure(path, rows=len(rows), columns=columns, figsize=size, squeeze=False) as (whole, axes):
@@ -168,8 +166,8 @@ def plot_neighbours(
             _draw(line[0], query_source.read(int(queries.indices[row])), _short(queries.classes[label]), "black")
             for cell, cosine, place in zip(line[1:], near, places, strict=True):
                 caption = f"{cosine:.2f} {_short(bank.classes[bank.labels[place]])}"
-                colour = "seagreen" if bank.labels[place] == label else "crimson"
-                _draw(cell, bank_source.read(int(bank.indices[place])), caption, colour)
+                color = "seagreen" if bank.labels[place] == label else "crimson"
+                _draw(cell, bank_source.read(int(bank.indices[place])), caption, color)
         whole.suptitle(title, fontsize=10)
 
 
@@ -177,8 +175,8 @@ def _short(name: str) -> str:
     return name if len(name) <= 12 else f"{name[:11]}…"
 
 
-def _draw(axes: Any, image: Any, caption: str, colour: str) -> None:
+def _draw(axes: Any, image: Any, caption: str, color: str) -> None:
     axes.imshow(np.asarray(image))
     axes.set_title(caption, fontsize=7)
     axes.set(xticks=[], yticks=[])
-    axes.spines[:].set(color=colour, linewidth=2)
+    axes.spines[:].set(color=color, linewidth=2)

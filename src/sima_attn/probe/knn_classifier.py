@@ -1,6 +1,6 @@
-"""A model of features and labelled images -> a classifier, without training: the vote of the nearest images.
+"""A model of features and labeled images -> a classifier, without training: the vote of the nearest images.
 
-Shapes: B batch, m labelled images, W width of the features, K classes.
+Shapes: B batch, m labeled images, W width of the features, K classes.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from sima_attn.models.loading import LoadedModel
 from sima_attn.probe.features import Features, extract, with_workers
 from sima_attn.probe.knn import votes
 
-NEIGHBOURS = 20
+NEIGHBORS = 20
 
 
 class KnnClassifier(nn.Module):
@@ -29,7 +29,7 @@ class KnnClassifier(nn.Module):
     bank: Tensor
     labels: Tensor
 
-    def __init__(self, backbone: Any, features: Features, *, k: int = NEIGHBOURS, temperature: float = 0.07) -> None:
+    def __init__(self, backbone: Any, features: Features, *, k: int = NEIGHBORS, temperature: float = 0.07) -> None:
         super().__init__()
         self.backbone, self.temperature = backbone, temperature
         self.k = min(k, len(features.values))
@@ -40,7 +40,7 @@ class KnnClassifier(nn.Module):
         self.register_buffer("labels", torch.from_numpy(np.array(features.labels)).long())  # [m]
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images [B, 3, height, width] -> logits [B, K]; -inf for classes that no neighbour has."""
+        """Images [B, 3, height, width] -> logits [B, K]; -inf for classes that no neighbor has."""
         features = F.normalize(self.backbone(images).float(), dim=1)  # [B, W]
         cosines, nearest = (features @ self.bank.mT).topk(self.k, dim=1)  # [B, k]
         return votes(cosines, self.labels[nearest], self.num_classes, self.temperature).log()
@@ -55,25 +55,25 @@ def knn_classifier(
     say: Callable[[str], None] = print,
     on_step: Callable[[int, int], None] = lambda done, total: None,
 ) -> LoadedModel:
-    """A loaded model of features as a classifier of the classes of labelled images.
+    """A loaded model of features as a classifier of the classes of labeled images.
 
     Args:
         loaded: Without classifier.
-        data: Folder of the labelled images: train/CLASS/ or CLASS/; None for those of the run.
+        data: Folder of the labeled images: train/CLASS/ or CLASS/; None for those of the run.
         folder: Where the features of these images are kept.
     """
     settings = Data.of_model(loaded)
     path = data or settings.path
     if not path:
         raise ValueError(
-            f"{loaded.name} gives features: it classifies by the nearest of labelled images; "
+            f"{loaded.name} gives features: it classifies by the nearest of labeled images; "
             "give a folder of them with --data"
         )
     try:
         source = open_data(path) if path == "digits" else whole_folder(path)
     except (FileNotFoundError, ValueError) as error:
         raise ValueError(
-            f"{loaded.name} gives features: it classifies by the nearest labelled images, and these cannot be read: "
+            f"{loaded.name} gives features: it classifies by the nearest labeled images, and these cannot be read: "
             f"{error}; give a folder with one folder per class with --data"
         ) from error
     settings = with_workers(settings, len(source))

@@ -25,6 +25,6 @@ class Probe:
     weight_decay: NonNegativeFloat = 0.0
 
     def check_relations(self) -> None:
-        """Raise where the bank is too small for k neighbours."""
+        """Raise where the bank is too small for k neighbors."""
         if 0 < self.bank < self.k:
             raise ValueError(f"probe.bank must be 0 or at least probe.k={self.k}, got {self.bank}")

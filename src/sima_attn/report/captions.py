@@ -132,7 +132,7 @@ def _fonts_of_fontconfig() -> list[str]:
 
 
 def _can_be_drawn(file: str) -> bool:
-    """False for fonts of pictures in one size, as of coloured emoji, and for files that Pillow cannot read."""
+    """False for fonts of pictures in one size, as of colored emoji, and for files that Pillow cannot read."""
     try:
         _font(file, TESTED_SIZE).getmask("a")
     except (OSError, ValueError):

@@ -8,7 +8,7 @@ from PIL import Image, ImageDraw
 
 from sima_attn.report.captions import draw_text, shorten, text_width
 
-# Colours at equal steps. Heat: 0 to 1; effect: -1 (negative, blue) over 0 (white) to 1 (positive, red).
+# Colors at equal steps. Heat: 0 to 1; effect: -1 (negative, blue) over 0 (white) to 1 (positive, red).
 HEAT = np.array([[20, 24, 110], [20, 110, 220], [60, 200, 170], [250, 220, 60], [230, 40, 30]], dtype=np.float32)
 EFFECT = np.array([[20, 60, 200], [245, 245, 245], [210, 30, 30]], dtype=np.float32)
 GAP, MARGIN, TEXT, TITLE = 10, 16, 15, 20
@@ -22,8 +22,8 @@ class Tile(NamedTuple):
     caption: str
 
 
-def colour(values: np.ndarray, ramp: np.ndarray) -> np.ndarray:
-    """Values in [0, 1], any shape -> colours of the ramp [..., 3], floats up to 255."""
+def color(values: np.ndarray, ramp: np.ndarray) -> np.ndarray:
+    """Values in [0, 1], any shape -> colors of the ramp [..., 3], floats up to 255."""
     places = np.clip(values, 0, 1) * (len(ramp) - 1)
     steps = np.arange(len(ramp))
     return np.stack([np.interp(places, steps, ramp[:, c]) for c in range(3)], axis=-1)
@@ -31,15 +31,15 @@ def colour(values: np.ndarray, ramp: np.ndarray) -> np.ndarray:
 
 def overlay(photo: Image.Image, heat: np.ndarray, opacity: float = 0.55) -> Image.Image:
     """A photo with its heat map [height, width] in [0, 1] on top."""
-    return _blend(photo, colour(heat, HEAT), np.full(heat.shape, opacity))
+    return _blend(photo, color(heat, HEAT), np.full(heat.shape, opacity))
 
 
 def effect_overlay(
     photo: Image.Image, signed: np.ndarray, patch: tuple[int, int], grid: tuple[float, float]
 ) -> Image.Image:
-    """A grey photo with an effect map in [-1, 1] on top; the selected patch is framed."""
-    grey = photo.convert("L").convert("RGB")
-    picture = _blend(grey, colour((signed + 1) / 2, EFFECT), 0.75 * np.sqrt(np.abs(signed)))
+    """A gray photo with an effect map in [-1, 1] on top; the selected patch is framed."""
+    gray = photo.convert("L").convert("RGB")
+    picture = _blend(gray, color((signed + 1) / 2, EFFECT), 0.75 * np.sqrt(np.abs(signed)))
     width, height = photo.size
     (row, column), (rows, columns) = patch, grid
     box = [column * width / columns, row * height / rows, (column + 1) * width / columns, (row + 1) * height / rows]
@@ -50,9 +50,9 @@ def effect_overlay(
     return picture
 
 
-def _blend(photo: Image.Image, colours: np.ndarray, opacity: np.ndarray) -> Image.Image:
+def _blend(photo: Image.Image, colors: np.ndarray, opacity: np.ndarray) -> Image.Image:
     pixels = np.asarray(photo.convert("RGB"), dtype=np.float32)
-    mixed = pixels * (1 - opacity[..., None]) + colours * opacity[..., None]
+    mixed = pixels * (1 - opacity[..., None]) + colors * opacity[..., None]
     return Image.fromarray(mixed.round().clip(0, 255).astype(np.uint8))
 
 

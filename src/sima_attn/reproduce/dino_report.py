@@ -11,9 +11,9 @@ from sima_attn.report.tables import TextTable
 from sima_attn.reproduce.dino import DINO, RUNS, DinoCurveRow, DinoResultRow
 from sima_attn.reproduce.grid import FINISHED
 
-COLOURS = {
+COLORS = {
     "sima": "crimson",
-    "xca": "dimgrey",
+    "xca": "dimgray",
     "vit_softmax": "black",
     "sima_paper": "mediumpurple",
     "sima_token_ref": "darkorange",
@@ -81,13 +81,13 @@ def _plot_curves(axes: Any, shown: Sequence[DinoResultRow], curves: Sequence[Din
     for name in dict.fromkeys(point.name for point in curves):
         mine = [point for point in curves if point.name == name]
         places, heights = [point.epoch for point in mine], [point.knn_top1 for point in mine]
-        axes.plot(places, heights, "o-", markersize=3, color=COLOURS[name], label=ABOUT[name])
+        axes.plot(places, heights, "o-", markersize=3, color=COLORS[name], label=ABOUT[name])
     # A line far above the curves would flatten them: that of the supervised run is in the other panel only.
     highest = 1.8 * max((point.knn_top1 for point in curves), default=100.0)
     for row in shown:
         if row.weights != DINO and row.status == FINISHED and row.knn_top1 <= highest:
             label = f"{_label(row, epochs)}: {row.knn_top1:.1f}"
-            axes.axhline(row.knn_top1, color=COLOURS[row.name], linestyle="--" if row.epochs else ":", label=label)
+            axes.axhline(row.knn_top1, color=COLORS[row.name], linestyle="--" if row.epochs else ":", label=label)
     if curves:
         axes.set_ylim(0, highest)
     axes.set(xlabel="epoch", ylabel=f"{shown[0].k}-NN top-1 on val, %")
@@ -100,8 +100,8 @@ def _plot_bars(axes: Any, shown: Sequence[DinoResultRow], epochs: int) -> None:
         if row.status != FINISHED:
             axes.text(0, place, f" {row.status}", va="center", fontsize=8)
             continue
-        axes.barh(place - 0.2, row.knn_top1, 0.38, color=COLOURS[row.name], alpha=0.55)
-        axes.barh(place + 0.2, row.linear_top1, 0.38, color=COLOURS[row.name])
+        axes.barh(place - 0.2, row.knn_top1, 0.38, color=COLORS[row.name], alpha=0.55)
+        axes.barh(place + 0.2, row.linear_top1, 0.38, color=COLORS[row.name])
     axes.set_yticks(range(len(shown)), [_label(row, epochs) for row in shown], fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("top-1 on val, %: k-NN (pale) and linear")

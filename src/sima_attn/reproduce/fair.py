@@ -230,7 +230,7 @@ def plot(results: Sequence[ResultRow], sizes: Sequence[SizeRow], curves: Sequenc
             if ours is None:
                 continue
             others = [top1 for setting, top1 in found.sweep(method, found.seeds[0]).items() if setting != ours.setting]
-            axes.scatter(others, [place] * len(others), facecolors="none", edgecolors="grey", zorder=2)
+            axes.scatter(others, [place] * len(others), facecolors="none", edgecolors="gray", zorder=2)
             axes.scatter(ours.top1, [place] * len(ours.top1), color="crimson", zorder=3)
             axes.plot([mean(ours.top1)] * 2, [place - 0.3, place + 0.3], color="crimson", zorder=3)
         axes.set_yticks(range(len(METHODS)), [method.about for method in METHODS])

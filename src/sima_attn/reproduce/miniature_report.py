@@ -89,7 +89,7 @@ SHOWN = {
     "sima": "crimson",
     "softmax_lr": "steelblue",
     "sima_lr": "orchid",
-    "xcit_xca": "dimgrey",
+    "xcit_xca": "dimgray",
     "xcit_sima": "darkorange",
 }
 
@@ -125,7 +125,7 @@ def plot(results: Sequence[ResultRow], sizes: Sequence[SizeRow], curves: Sequenc
 
 def _plot_curves(axes: Any, curves: Sequence[CurveRow]) -> None:
     about = {run.name: run.about for run in RUNS}
-    labelled = set()
+    labeled = set()
     for name, seed in dict.fromkeys((row.name, row.seed) for row in curves):
         mine = [row for row in curves if (row.name, row.seed) == (name, seed)]
         is_shown = name in SHOWN
@@ -135,13 +135,13 @@ def _plot_curves(axes: Any, curves: Sequence[CurveRow]) -> None:
             color=SHOWN.get(name, "lightgrey"),
             linewidth=1.8 if is_shown else 0.8,
             zorder=2 if is_shown else 1,
-            label=about[name] if is_shown and name not in labelled else None,
+            label=about[name] if is_shown and name not in labeled else None,
         )
-        labelled.add(name)
+        labeled.add(name)
     axes.set(xlabel="epoch", ylabel="top-1 on val, %")
     axes.grid(alpha=0.3)
-    if labelled & SHOWN.keys():
-        axes.legend(frameon=False, title="light grey: the other runs")
+    if labeled & SHOWN.keys():
+        axes.legend(frameon=False, title="light gray: the other runs")
 
 
 def _plot_differences(
@@ -154,7 +154,7 @@ def _plot_differences(
             status = found.status if found.status != FINISHED else f"{found.top1:.1f}, no twin yet"
             axes.text(0, place - 0.2, f" {status}", va="center", fontsize=8)
         else:
-            axes.barh(place - 0.2, ours, 0.38, color="crimson" if "sima" in run.name else "grey")
+            axes.barh(place - 0.2, ours, 0.38, color="crimson" if "sima" in run.name else "gray")
         if paper is not None:
             axes.barh(place + 0.2, paper, 0.38, fill=False, edgecolor="black")
     axes.barh(0, 0, color="crimson", label="here")  # entries of the legend

@@ -140,10 +140,10 @@ class Analyzer:
         )
 
     def prepare(self, photo: Image) -> Prepared:
-        """What `analyse` needs of a photo."""
+        """What `analyze` needs of a photo."""
         return Prepared(prepare(self.photo_model, photo), shrink(photo))
 
-    def analyse(self, photo: Prepared, size: int | None = None) -> Analysis:
+    def analyze(self, photo: Prepared, size: int | None = None) -> Analysis:
         """The five most probable classes, none for a model of features, and the maps of all layers."""
         found = answer(self.photo_model, photo.image) if self.photo_model.has_classes else Answer([], unsure=False)
         guesses = [Guess(name, round(probability, 5)) for name, probability in found.classes]

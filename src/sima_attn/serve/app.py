@@ -122,9 +122,9 @@ def create_app(
     _add_samples(app, offered, limits, gate)
 
     async def on_photo(
-        request: Request, prepare: Callable[[Image], Any], analyse: Callable[[Any], Any] | None = None
+        request: Request, prepare: Callable[[Image], Any], analyze: Callable[[Any], Any] | None = None
     ) -> Any:
-        """Read the photo, then admit the request, prepare the photo and analyse what came of it.
+        """Read the photo, then admit the request, prepare the photo and analyze what came of it.
 
         A request enters the queue after its upload, so that a slow upload does not block others. If the queue is full,
         the client gets an error before it uploads. Only what was prepared waits for the model: it is small.
@@ -133,7 +133,7 @@ def create_app(
         data = await _body(request, limits)
         with gate.admit():
             prepared = await gate.decode(lambda: prepare(decode(data, limits)))
-            return prepared if analyse is None else await gate.run(partial(analyse, prepared))
+            return prepared if analyze is None else await gate.run(partial(analyze, prepared))
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str | int]:
@@ -155,13 +155,13 @@ def create_app(
         with gate.admit():
             return await gate.run(lambda: analyzer.facts)
 
-    @app.post("/api/analyse", openapi_extra=PHOTO_BODY, responses=REFUSALS)
-    async def analyse(request: Request, size: Size | None = None) -> Analysis:
+    @app.post("/api/analyze", openapi_extra=PHOTO_BODY, responses=REFUSALS)
+    async def analyze(request: Request, size: Size | None = None) -> Analysis:
         """The five most probable classes and the maps of all layers; the body is the photo file.
 
         `size` is that of the maps; the classes are always those at the size of the model, as in `sima classify`.
         """
-        return await on_photo(request, analyzer.prepare, lambda photo: analyzer.analyse(photo, size))
+        return await on_photo(request, analyzer.prepare, lambda photo: analyzer.analyze(photo, size))
 
     @app.post(
         "/api/picture",

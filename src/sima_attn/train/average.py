@@ -28,7 +28,7 @@ class Average(ModelEmaV3):
 
     @torch.no_grad()
     def follow(self, step: int) -> None:
-        """Update the average after `step` optimiser steps."""
+        """Update the average after `step` optimizer steps."""
         averages, weights = zip(*self.moved, strict=True)
         torch._foreach_lerp_(averages, weights, weight=1 - self.get_decay(step if self.use_warmup else None))
         for average, weight in self.copied:  # counters

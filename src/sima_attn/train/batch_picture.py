@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from sima_attn._files import atomic_write
-from sima_attn.data.cache import denormalise
+from sima_attn.data.cache import denormalize
 from sima_attn.data.sources import Source, class_words
 from sima_attn.report.drawing import Tile, sheet
 
@@ -25,12 +25,12 @@ LEAST_SHARE = 0.005  # a smaller one would be shown as 0 %
 
 
 def to_pictures(images: Tensor, data: Data) -> list[Image.Image]:
-    """Normalised images [B, 3, S, S] -> what they show."""
-    pixels = (255 * denormalise(images.detach().float(), data)).round().permute(0, 2, 3, 1)  # [B, S, S, 3]
+    """Normalized images [B, 3, S, S] -> what they show."""
+    pixels = (255 * denormalize(images.detach().float(), data)).round().permute(0, 2, 3, 1)  # [B, S, S, 3]
     return [Image.fromarray(each) for each in pixels.cpu().numpy().astype(np.uint8)]
 
 
-def draw_labelled(path: Path, batch: Batch, source: Source, data: Data, smoothing: float = 0.0) -> None:
+def draw_labeled(path: Path, batch: Batch, source: Source, data: Data, smoothing: float = 0.0) -> None:
     """The first images of a batch, each with its class, or with the shares of the classes that mixup has mixed.
 
     Args:

@@ -31,7 +31,7 @@ from sima_attn.data.sources import check_same_classes
 from sima_attn.data.splits import check_classes, open_split
 from sima_attn.models.building import build_model
 from sima_attn.report.progress import RunProgress
-from sima_attn.train.batch_picture import draw_labelled
+from sima_attn.train.batch_picture import draw_labeled
 from sima_attn.train.mesh import batch_share, seed_dropout, split_over_mesh
 from sima_attn.train.recipes import Recipe
 from sima_attn.train.start import train_task, with_possible_batch
@@ -114,7 +114,7 @@ class Classification(Task):
 
     def draw_batch(self, batch: Batch, path: Path) -> None:
         """Augmented images with their classes."""
-        draw_labelled(path, batch, self.source, self.recipe.data, self.recipe.augment.smoothing)
+        draw_labeled(path, batch, self.source, self.recipe.data, self.recipe.augment.smoothing)
 
     def loss(self, model: Callable[..., Any], batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Cross entropy against labels, smoothed or mixed."""

@@ -36,7 +36,7 @@ def plot_learning_curve(folder: Path, path: Path, title: str, kept_epoch: float 
         what = "final" if shown == final else "kept"
         if train:
             losses = [float(row["loss"]) for row in train]
-            _plot(left, [float(row["epoch"]) for row in train], losses, color="grey", label="train")
+            _plot(left, [float(row["epoch"]) for row in train], losses, color="gray", label="train")
         if "loss" in values:
             _plot(left, epochs, values["loss"], color="crimson", label="val")
         left.set_ylabel("loss")

@@ -226,7 +226,7 @@ class TrainingLoop:
         return (self.signals.received or signal.SIGTERM) if self.stop_agreed else None
 
     def one_step(self, batches: Iterator[Any]) -> None:
-        """Make one optimiser step."""
+        """Make one optimizer step."""
         self.set_rates(self.step)
         if self.task.starts_stage(self.step):
             self.optimizer.optimizer.state.clear()
@@ -288,7 +288,7 @@ class TrainingLoop:
         seed_everything(self.run.seed, _STEP_STREAM, self.step, part, share)
 
     def mean_over_processes(self, numbers: dict[str, Tensor]) -> dict[str, float]:
-        """Means as Python numbers; the only synchronisation with the device per step."""
+        """Means as Python numbers; the only synchronization with the device per step."""
         values = torch.stack([value.reshape(()) for value in numbers.values()])
         if self.fabric.world_size == 1:
             return dict(zip(numbers, values.tolist(), strict=True))

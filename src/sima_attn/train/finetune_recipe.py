@@ -74,7 +74,7 @@ class FinetuneRecipe:
 
 
 def default_augment(path: str) -> Augment:
-    """Large crops, flips and light colour jitter; digits stay as they are, since a flipped one is none."""
+    """Large crops, flips and light color jitter; digits stay as they are, since a flipped one is none."""
     if path == "digits":
         return Augment(crop="none", flip=0.0, smoothing=0.1)
     return Augment(scale=(0.5, 1.0), color_jitter=0.2, smoothing=0.1)

@@ -16,7 +16,7 @@ from sima_attn.data.sources import Source
 from sima_attn.data.splits import open_split, with_val_images
 from sima_attn.train.recipes import named_recipe
 
-# Limits between kinds of data. They are judgements, not measurements.
+# Limits between kinds of data. They are judgments, not measurements.
 PHOTO_SIDE = 96  # pixels; images with a shorter side below it are small
 MANY_IMAGES = 100_000  # the paper's recipes are for 1.28 million
 FEW_IMAGES = 10_000  # below, fine-tuning is mentioned

@@ -28,10 +28,10 @@ from sima_attn.train.mesh import mesh_sizes
 
 @dataclass(frozen=True)
 class Optim:
-    """The optimiser.
+    """The optimizer.
 
     Attributes:
-        name: Name in timm's registry of optimisers.
+        name: Name in timm's registry of optimizers.
         lr: Learning rate for `lr_batch` images per step, scaled linearly with run.batch; not scaled if lr_batch is 0.
         clip: Maximum norm of the gradient; None disables clipping.
     """
@@ -76,7 +76,7 @@ class Schedule:
 class StepSchedule:
     """Step schedule: the learning rate is multiplied by `decay` after each of the epochs in `drops`.
 
-    It first rises linearly over `warmup_steps` optimiser steps, from `warmup_ratio` times its value.
+    It first rises linearly over `warmup_steps` optimizer steps, from `warmup_ratio` times its value.
     """
 
     epochs: PositiveInt
@@ -103,8 +103,8 @@ class Run:
     """Settings of the training loop.
 
     Attributes:
-        batch: Images per optimiser step, summed over all processes and accumulation steps.
-        accumulate: Gradient accumulation: passes per optimiser step.
+        batch: Images per optimizer step, summed over all processes and accumulation steps.
+        accumulate: Gradient accumulation: passes per optimizer step.
         strategy: Of several processes: "ddp" holds the whole model in each, "fsdp" a part of it.
         timeout_minutes: How long a process waits for the others before the run ends with an error.
         compile: Compile the model with torch.compile.

@@ -25,7 +25,7 @@ def check_can_be_recorded(run: Run, fabric: Fabric, *, recordable: bool) -> None
     """Raise if a run does not support run.cuda_graph; `recordable` is the attribute of its task."""
     reasons = {
         f"it needs a CUDA device, got {fabric.device.type}": fabric.device.type != "cuda",
-        "processes synchronise within a pass": fabric.world_size > 1,
+        "processes synchronize within a pass": fabric.world_size > 1,
         f"a replay overwrites the gradients, so run.accumulate must be 1, got {run.accumulate}": run.accumulate > 1,
         "the loss scale of fp16 is not captured; use run.precision=bf16": run.precision == "fp16",
         "run.grad_checkpointing saves random states, which a capture does not allow": run.grad_checkpointing,
@@ -80,7 +80,7 @@ class RecordedPass:
                 numbers = self.plain(self.batch)
         except RuntimeError as error:
             raise ValueError(
-                f"the step cannot be captured in a CUDA graph: {error} (the forward pass must neither synchronise with "
+                f"the step cannot be captured in a CUDA graph: {error} (the forward pass must neither synchronize with "
                 "the device nor copy from the host); set run.cuda_graph=false"
             ) from error
         self.numbers = {name: value.detach() for name, value in numbers.items()}

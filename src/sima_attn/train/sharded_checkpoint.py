@@ -1,7 +1,7 @@
 """Checkpoints of several processes, each of which writes what it holds; read by any number of processes.
 
-torch.distributed.checkpoint writes and reads them. All processes call these functions. The states of optimisers are
-saved by the names of parameters: torch's `get_optimizer_state_dict` makes a step to initialise those that are missing,
+torch.distributed.checkpoint writes and reads them. All processes call these functions. The states of optimizers are
+saved by the names of parameters: torch's `get_optimizer_state_dict` makes a step to initialize those that are missing,
 such as that of DINO's last layer in the first epoch, and so changes the steps that follow.
 """
 
@@ -44,7 +44,7 @@ class _Writer(HuggingFaceStorageWriter):
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: Any, planner: Any) -> Any:
-        """In each process: its file, synchronised to the disk, and the checksum of the file."""
+        """In each process: its file, synchronized to the disk, and the checksum of the file."""
         written = super().write_data(plan, planner)
         for name in _files_of(written.wait()):
             _write(self.temporary / (name + CHECKSUM), checksum(self.temporary / name))
@@ -81,7 +81,7 @@ def save_sharded(
     """Write a checkpoint folder, then remove all but the last two.
 
     Args:
-        modules: By name; "model" is the one whose parameters the optimiser has.
+        modules: By name; "model" is the one whose parameters the optimizer has.
         values: Plain values to save with the tensors.
     """
     names = _parameter_names(modules["model"], optimizer)
@@ -107,7 +107,7 @@ def save_sharded(
 
 
 def load_sharded(path: Path, modules: Mapping[str, nn.Module], optimizer: torch.optim.Optimizer) -> None:
-    """Load the tensors of a checkpoint into modules and optimiser; `read_values` returns its plain values."""
+    """Load the tensors of a checkpoint into modules and optimizer; `read_values` returns its plain values."""
     values = read_values(path)
     names = _parameter_names(modules["model"], optimizer)
     parameters = dict(modules["model"].named_parameters())
@@ -151,6 +151,6 @@ def _tensors_of(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
 
 
 def _parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """The names of the parameters of an optimiser, in its order."""
+    """The names of the parameters of an optimizer, in its order."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     return [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]

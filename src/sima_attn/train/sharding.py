@@ -1,4 +1,4 @@
-"""Sharded parameters by FSDP2: each process holds a part of each parameter, and of its gradient and optimiser state."""
+"""Sharded parameters by FSDP2: each process holds a part of each parameter, and of its gradient and optimizer state."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class ReplicatedStrategy(DDPStrategy):
 class ShardedStrategy(ReplicatedStrategy):
     """The same processes, for a module whose parameters `train.sharding.shard` has sharded.
 
-    Fabric's ModelParallelStrategy has its own initialisation and checkpoints, which would replace those of the loop.
+    Fabric's ModelParallelStrategy has its own initialization and checkpoints, which would replace those of the loop.
     """
 
     def __init__(self, **options: Any) -> None:

@@ -25,7 +25,7 @@ class Task(ABC):
     Attributes:
         recipe: That of the run.
         model: The module to train. The loop wraps it and passes the wrapped module to `loss`.
-        steps_per_epoch: Optimiser steps per epoch.
+        steps_per_epoch: Optimizer steps per epoch.
         title: Title of the learning curve.
         recordable: Whether the loss supports CUDA graphs (run.cuda_graph): everything that changes between steps is in
             the prepared batch, a sequence of tensors of fixed shapes, or in tensors that `before_step` fills. Other
@@ -69,14 +69,14 @@ class Task(ABC):
         """Metrics of the model, reduced over all processes."""
 
     def parameter_groups(self, weight_decay: float) -> Any:
-        """Parameter groups of the optimiser: no decay for biases, norms and the model's `no_weight_decay` list."""
+        """Parameter groups of the optimizer: no decay for biases, norms and the model's `no_weight_decay` list."""
         excluded: Any = getattr(self.model, "no_weight_decay", tuple)
         return param_groups_weight_decay(self.model, weight_decay, no_weight_decay_list=excluded())
 
     def starts_stage(self, step: int) -> bool:
         """Whether a stage with another loss begins with this step, counted from 0.
 
-        The optimiser then starts anew: its averages of squared gradients would be those of the old loss. Where the new
+        The optimizer then starts anew: its averages of squared gradients would be those of the old loss. Where the new
         gradients are a hundred times larger, so would be the first steps. A recorded pass is recorded again.
         """
         return False
@@ -88,7 +88,7 @@ class Task(ABC):
         """Called when the gradients of a step are complete and unscaled, e.g. to drop some of them."""
 
     def after_step(self, step: int) -> None:  # noqa: B027
-        """Called after each optimiser step with the number of completed steps, e.g. to update a teacher."""
+        """Called after each optimizer step with the number of completed steps, e.g. to update a teacher."""
 
     def needs_evaluation(self, step: int) -> bool:
         """Whether to evaluate after this many steps, beside run.eval_epochs, e.g. before training or after a stage."""
@@ -102,7 +102,7 @@ class Task(ABC):
         return False
 
     def state(self) -> dict[str, nn.Module]:
-        """Further modules to save in checkpoints, by name: a teacher, a centre."""
+        """Further modules to save in checkpoints, by name: a teacher, a center."""
         return {}
 
     def about(self, recipe: Any) -> dict[str, Any]:

@@ -57,11 +57,11 @@ def feature_cost(shape: AttentionShape, F: int, order: str, *, exps: int, scratc
     """The cost of `weighted_sums` with F features; `scratch` and `macs` are added for computing the features."""
     N, M, Dv = shape.N, shape.M, shape.Dv
     order = resolve_order(order, N, M, F, Dv)
-    normaliser = N * F if order == "kv" else 0
+    normalizer = N * F if order == "kv" else 0
     between = F * Dv + F if order == "kv" else N * M
     return Cost(
         shape,
-        macs=shape.heads * (product_macs(order, N, M, F, Dv) + normaliser) + macs,
+        macs=shape.heads * (product_macs(order, N, M, F, Dv) + normalizer) + macs,
         exps=exps,
         scratch=shape.heads * ((N + M) * F + between + N) + scratch,
         order=order,

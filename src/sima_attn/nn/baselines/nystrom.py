@@ -58,7 +58,7 @@ class NystromAttention(Attention):
 
 
 def run_means(x: Tensor, m: int) -> Tensor:
-    """The means of m runs of neighbouring tokens, as even as N allows: [B, H, N, D] -> [B, H, m, D]."""
+    """The means of m runs of neighboring tokens, as even as N allows: [B, H, N, D] -> [B, H, m, D]."""
     N = x.shape[-2]
     size, longer = divmod(N, m)
     if not longer:

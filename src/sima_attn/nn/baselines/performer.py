@@ -14,7 +14,7 @@ from sima_attn.ops.cost import AttentionShape, Cost
 from sima_attn.ops.linear_attention import weighted_sums
 
 FEATURE_EPS = 1e-4
-NORMALISER_EPS = 1e-6
+NORMALIZER_EPS = 1e-6
 
 
 def orthogonal_gaussian(F: int, D: int, device: torch.device | str | None = None) -> Tensor:
@@ -55,11 +55,11 @@ class PerformerAttention(Attention):
     @computed_in_float32
     def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         values, weights = weighted_sums(self.features(q, (-1,)), self.features(k, (-1, -2)), v, "kv")
-        return values / (weights + NORMALISER_EPS)
+        return values / (weights + NORMALIZER_EPS)
 
     def matrix(self, q: Tensor, k: Tensor) -> Tensor:
         weights = self.features(q, (-1,)) @ self.features(k, (-1, -2)).mT
-        return weights / (weights.sum(-1, keepdim=True) + NORMALISER_EPS)
+        return weights / (weights.sum(-1, keepdim=True) + NORMALIZER_EPS)
 
     def cost(self, shape: AttentionShape) -> Cost:
         features = shape.heads * (shape.N + shape.M) * self.num_features

@@ -25,7 +25,7 @@ def gaussian(x: Tensor, y: Tensor) -> Tensor:
 
 
 class SoftFullAttention(Attention):
-    """O = A V with A_ij = exp(-|q_i - q_j|^2 / 2) and no normalisation: SOFT without its low-rank step."""
+    """O = A V with A_ij = exp(-|q_i - q_j|^2 / 2) and no normalization: SOFT without its low-rank step."""
 
     exps_in_paper = "HN^2"
     ties_qk = True

@@ -21,11 +21,11 @@ const FILTERS = {
 function windows(from, to, { reach, at }) {
   const scale = from / to, stretch = Math.max(scale, 1);
   return Array.from({ length: to }, (_, i) => {
-    const centre = (i + 0.5) * scale;
-    const first = Math.max(0, Math.trunc(centre - reach * stretch + 0.5));
-    const end = Math.min(from, Math.trunc(centre + reach * stretch + 0.5));
+    const center = (i + 0.5) * scale;
+    const first = Math.max(0, Math.trunc(center - reach * stretch + 0.5));
+    const end = Math.min(from, Math.trunc(center + reach * stretch + 0.5));
     const weights = Array.from({ length: end - first }, (_, j) => {
-      const x = Math.abs(first + j - centre + 0.5) / stretch;
+      const x = Math.abs(first + j - center + 0.5) / stretch;
       return x < reach ? at(x) : 0;
     });
     const sum = weights.reduce((a, b) => a + b, 0);
@@ -126,7 +126,7 @@ function softmax(logits) {
   return powers.map((value) => value / sum);
 }
 
-async function analyse(file) {
+async function analyze(file) {
   const asked = ++state.asked;
   try {
     await ready;
@@ -137,7 +137,7 @@ async function analyse(file) {
     showPhoto(bitmap, model.preprocessing.crop_ratio);
     showClasses({ guesses: [], unsure: false });
     showResult(true);
-    say("analysing");
+    say("analyzing");
     await new Promise(requestAnimationFrame);  // paint first: the model blocks this page
     const given = input(rgb(bitmap));
     bitmap.close();
@@ -186,4 +186,4 @@ async function load() {
 }
 
 const ready = load();
-takePhotos(analyse);
+takePhotos(analyze);

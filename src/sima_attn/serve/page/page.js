@@ -4,7 +4,7 @@ import {
   takePhotos, text,
 } from "./parts.js";
 
-// Colours at equal steps, as in the pictures of the command line and in the legend of page.css.
+// Colors at equal steps, as in the pictures of the command line and in the legend of page.css.
 const HEAT = [[20, 24, 110], [20, 110, 220], [60, 200, 170], [250, 220, 60], [230, 40, 30]];
 const EFFECT = [[20, 60, 200], [245, 245, 245], [210, 30, 30]];
 
@@ -20,7 +20,7 @@ function post(photo, path, values = {}, kind = "json") {
 
 // --- drawing ---------------------------------------------------------------------------------------------------
 
-function colour(value, ramp) {
+function color(value, ramp) {
   const place = Math.min(1, Math.max(0, value)) * (ramp.length - 1);
   const low = Math.min(Math.floor(place), ramp.length - 2);
   return ramp[low].map((c, i) => c + (ramp[low + 1][i] - c) * (place - low));
@@ -50,8 +50,8 @@ function draw() {
   const showsEffect = part() === "effect" && state.effect !== null;
   const context = drawPhoto(view, state.bitmap, showsEffect ? "grayscale(1)" : "none");
   const small = showsEffect
-    ? paintGrid(state.effect.values, (v) => [...colour((v + 1) / 2, EFFECT), 255 * opacity * Math.sqrt(Math.abs(v))])
-    : paintGrid(maps()[part() === "k" ? "k" : "q"], (v) => [...colour(v, HEAT), 255 * opacity]);
+    ? paintGrid(state.effect.values, (v) => [...color((v + 1) / 2, EFFECT), 255 * opacity * Math.sqrt(Math.abs(v))])
+    : paintGrid(maps()[part() === "k" ? "k" : "q"], (v) => [...color(v, HEAT), 255 * opacity]);
   context.drawImage(small, 0, 0, view.width, view.height);
   $("legend").classList.toggle("effect", showsEffect);
   $("least").textContent = showsEffect ? "negative" : "least";
@@ -63,8 +63,8 @@ function frame(context) {
   const { rows, columns } = grid();
   const width = view.width / columns, height = view.height / rows;
   const pixel = view.width / view.getBoundingClientRect().width;  // one screen pixel in canvas units
-  for (const [colourOfLine, line] of [["#fff", 4], ["#111", 2]]) {
-    context.strokeStyle = colourOfLine;
+  for (const [colorOfLine, line] of [["#fff", 4], ["#111", 2]]) {
+    context.strokeStyle = colorOfLine;
     context.lineWidth = line * pixel;
     context.strokeRect(state.cursor.column * width, state.cursor.row * height, width, height);
   }
@@ -84,12 +84,12 @@ function clampCursor() {
 
 // --- a photo ---------------------------------------------------------------------------------------------------
 
-async function analyse(photo) {
+async function analyze(photo) {
   const asked = ++state.asked;
-  say("analysing");
+  say("analyzing");
   try {
     const facts = await model();
-    const analysis = await post(photo, "api/analyse");
+    const analysis = await post(photo, "api/analyze");
     const bitmap = await toBitmap(photo);
     if (asked !== state.asked) return;  // a newer photo was chosen in the meantime
     Object.assign(state, NOTHING, { photo, bitmap, analysis });
@@ -140,7 +140,7 @@ async function showEffect() {
   if (!state.cursor || !state.analysis) return;
   const asked = ++state.asked;
   const { row, column } = state.cursor;
-  say(`analysing patch ${row}, ${column}`);
+  say(`analyzing patch ${row}, ${column}`);
   try {
     const effect = await post(state.photo, "api/effect", { layer: layer(), row, column });
     if (asked !== state.asked) return;
@@ -273,4 +273,4 @@ async function showModel() {
 
 draw();
 showModel();
-takePhotos(analyse);
+takePhotos(analyze);

@@ -116,14 +116,14 @@ export function showResult(shown) {
 
 // --- photo input: chosen, pasted, dropped, or a sample ---------------------------------------------------------
 
-export function takePhotos(analyse) {
+export function takePhotos(analyze) {
   $("file").addEventListener("change", () => {
-    if ($("file").files[0]) analyse($("file").files[0]);
+    if ($("file").files[0]) analyze($("file").files[0]);
     $("file").value = "";  // so that the same file can be chosen again
   });
   document.addEventListener("paste", (event) => {
     const file = [...event.clipboardData.files].find((f) => f.type.startsWith("image/"));
-    if (file) analyse(file);
+    if (file) analyze(file);
   });
   for (const kind of ["dragenter", "dragover"]) {
     document.addEventListener(kind, (event) => {
@@ -136,12 +136,12 @@ export function takePhotos(analyse) {
     event.preventDefault();
     $("drop").classList.remove("over");
     const file = event.dataTransfer.files[0];
-    if (file) analyse(file);
+    if (file) analyze(file);
   });
-  offerSamples(analyse);
+  offerSamples(analyze);
 }
 
-async function offerSamples(analyse) {
+async function offerSamples(analyze) {
   const names = await ask("api/samples").catch(() => []);
   $("samples").replaceChildren(...names.map((name) => {
     const button = document.createElement("button");
@@ -155,7 +155,7 @@ async function offerSamples(analyse) {
       try {
         const response = await fetch(`api/samples/${encodeURIComponent(name)}`);
         if (!response.ok) throw new Error("cannot load the sample");
-        analyse(new File([await response.blob()], name));
+        analyze(new File([await response.blob()], name));
       } catch (error) {
         say(error.message, true);
       }

@@ -1,4 +1,4 @@
-"""Features -> colours: their three principal components as red, green and blue. Shapes: C channels."""
+"""Features -> colors: their three principal components as red, green and blue. Shapes: C channels."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SHOWN_RANGE = (0.01, 0.99)  # quantiles of the values that are shown as 0 and as full colour
+SHOWN_RANGE = (0.01, 0.99)  # quantiles of the values that are shown as 0 and as full color
 
 
-class FeatureColours:
-    """Features [..., C] -> colours [..., 3] in [0, 1], by the principal components of a sample [n, C].
+class FeatureColors:
+    """Features [..., C] -> colors [..., 3] in [0, 1], by the principal components of a sample [n, C].
 
-    Equal features have equal colours, in whatever picture.
+    Equal features have equal colors, in whatever picture.
     """
 
     def __init__(self, sample: Tensor) -> None:
@@ -26,6 +26,6 @@ class FeatureColours:
         self.low, self.high = torch.quantile(places, quantiles, dim=0)
 
     def __call__(self, features: Tensor) -> Tensor:
-        """The colours."""
+        """The colors."""
         places = (features.double() - self.mean) @ self.directions
         return ((places - self.low) / (self.high - self.low).clamp_min(1e-12)).clamp(0, 1)
