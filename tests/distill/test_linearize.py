@@ -226,6 +226,21 @@ def test_a_model_of_timm_and_a_folder_of_images(tmp_path):
     assert torch.equal(load_model(out).model(images), done.model(images))
 
 
+def test_a_teacher_with_fixed_positions_learns_at_another_size(tmp_path):
+    """Its position embeddings are resampled, and the run folder knows the size."""
+    for i in range(24):
+        Image.new("RGB", (50, 50), (9 * i, 90, 200)).save(tmp_path / f"{i}.png")
+    arguments = {"depth": 1, "img_size": 32}
+    model, out = timm.create_model("vit_tiny_patch16_224", **arguments), tmp_path / "run"
+    options = {"attention": "sima", "steps": 2, "batch": 8, "device": "cpu", "quiet": True}
+    settings = [*SMALL, "data.workers=0"]
+    done = linearize(model, tmp_path, out, size=48, model_kwargs=arguments, overrides=settings, **options)
+    loaded, images = load_model(out), torch.randn(1, 3, 48, 48)
+    assert loaded.preprocessing.size == 48
+    assert torch.equal(loaded.model(images), done.model(images))
+    assert model.pos_embed.shape[1] == 1 + 2 * 2  # the teacher was copied
+
+
 def test_stages():
     stages = Stages(block_epochs=2, attention_epochs=1, network_epochs=1, attention_lr=0.2, network_lr=0.02)
     assert stages.all_epochs == 4

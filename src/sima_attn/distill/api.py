@@ -19,6 +19,7 @@ from sima_attn.distill.networks import classes_of, settings_of
 from sima_attn.distill.recipes import DEFAULT_BUDGET, LinearizeRecipe, Stages, Transfer, epochs_for
 from sima_attn.distill.result import Linearized
 from sima_attn.distill.task import train_linearization
+from sima_attn.models.building import set_image_size
 from sima_attn.models.huggingface import TimmInterface, with_timm_interface
 from sima_attn.models.loading import LoadedModel, load_model
 from sima_attn.models.loading import classes_of as class_names_of
@@ -66,7 +67,8 @@ def linearize(
         images: A folder of images; those in train/ and val/, or part of them is held out. "digits" needs no files.
         out: The run folder.
         attention: Name of the new attention; "sima_local" by default.
-        size: Side of the images in pixels; by default the size that the model was trained with.
+        size: Side of the images in pixels; by default the size that the model was trained with. Position embeddings
+            are resampled, in teacher and student.
         steps: Training steps, 1000 by default: half of them block by block, a quarter for the attentions in the
             network, and a quarter for all weights.
         batch: Images per step, 48 by default; at most the number of images.
@@ -107,6 +109,8 @@ def linearize(
     batch = DEFAULT_BATCH if batch is None else batch
     recipe = _recipe(loaded, str(images), attention, size, steps, batch, model_kwargs)
     recipe = with_overrides(_with_choices(recipe, 0 if keep is None else keep, budget, finetune or 0), overrides)
+    if recipe.data.size != loaded.preprocessing.size:
+        recipe = replace(recipe, model=set_image_size(loaded.model, recipe.model, recipe.data.size))
     _check_teacher(loaded, recipe.data.size)
     notes = []
     if recipe.run.batch < batch:

@@ -77,6 +77,18 @@ def build_mixed_model(settings: ModelSettings, num_classes: int, kept: Mapping[s
     return model
 
 
+def set_image_size(model: nn.Module, settings: ModelSettings, size: int) -> ModelSettings:
+    """Let a timm model take square images of another size: timm resamples its position embeddings.
+
+    Returns the settings of such a model. Models without position embeddings of a fixed size stay as they are.
+    """
+    resizable: Any = model
+    if not hasattr(model, "set_input_size"):
+        return settings
+    resizable.set_input_size(img_size=(size, size))
+    return replace(settings, kwargs={**settings.kwargs, "img_size": size})
+
+
 @dataclass(frozen=True)
 class Exchanges:
     """How a model differs from the one that its settings describe: in the metadata of its file, beside the recipe.

@@ -17,7 +17,7 @@ from sima_attn._settings import check, from_dict, with_overrides
 from sima_attn.conversion.placing import converted_modules
 from sima_attn.data.settings import Data
 from sima_attn.data.splits import check_classes, open_split, with_val_images
-from sima_attn.models.building import Exchanges, token_refs_of, without_sources
+from sima_attn.models.building import Exchanges, set_image_size, token_refs_of, without_sources
 from sima_attn.models.huggingface import TRANSFORMERS, TimmInterface, convert_encoder, keep_scale
 from sima_attn.models.loading import LoadedModel, load, load_model
 from sima_attn.models.saving import copy_of
@@ -241,11 +241,8 @@ def _prepare(loaded: LoadedModel, recipe: FinetuneRecipe, notes: list[str]) -> t
         counts = tokens_at(model, without, trained)
         token_refs |= {paths[module]: tokens for module, tokens in zip(without, counts, strict=True)}
         notes.append(_scale_note(trained))
-    kwargs = dict(recipe.model.kwargs)
-    if size != trained and hasattr(model, "set_input_size"):
-        model.set_input_size(img_size=(size, size))  # timm resamples the position embeddings
-        kwargs["img_size"] = size
-    recipe = replace(recipe, model=replace(recipe.model, kwargs=kwargs))
+    if size != trained:
+        recipe = replace(recipe, model=set_image_size(model, recipe.model, size))
     exchanges = replace(exchanges, token_refs={} if changed else token_refs)
     return recipe, Start(model, loaded.name, loaded.classes, changed, notes), exchanges
 
