@@ -160,8 +160,8 @@ def test_command_page_and_browser_give_one_answer(chromium, shipped, tmp_path):
     with serving(create_app(subject, in_browser=InBrowser(file, WEB))) as served:
         for name, data in kinds_of_photos():
             (tmp_path / name).write_bytes(data)
-            title, *lines = CliRunner().invoke(cli.app, ["classify", str(tmp_path / name)]).output.splitlines()
-            words = [re.fullmatch(r"  (.*?) +([\d.]+) %.*", line).groups() for line in lines]
+            printed = CliRunner().invoke(cli.app, ["classify", str(tmp_path / name)]).output
+            title, words = printed.splitlines()[0], re.findall(r"^  (.*?) +([\d.]+) %", printed, re.MULTILINE)
             names, percents = [word for word, _ in words], [float(percent) for _, percent in words]
             for path in ("/", "/browser"):
                 chromium.get(served.address + path)
