@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 from PIL import Image
 from typer.testing import CliRunner
 
-from sima_attn import __version__, _install, cli
+from sima_attn import __version__, _examination, _install, cli
 from sima_attn._install import install_command
 from sima_attn.bench import cpu, demo, edge
 from sima_attn.cli import _options as option
@@ -392,7 +392,7 @@ def test_doctor_in_json_holds_what_a_bug_report_needs(monkeypatch):
     eager = {
         check["dtype"]: check for check in findings["checks"] if (check["device"], check["backend"]) == ("cpu", "eager")
     }
-    assert eager.keys() == doctor.LARGEST_ERROR.keys()
+    assert eager.keys() == _examination.LARGEST_ERROR.keys()
     assert 0 < eager["float32"]["error"] < 1e-5
     assert 0 < eager["float32"]["gradient_error"] < 1e-5
     assert findings["problems"] == []
@@ -434,9 +434,9 @@ def test_a_missing_extra_is_named_with_its_command_and_a_wrong_version_is_a_prob
         return "0.9" if name == "timm" else real(name)
 
     monkeypatch.setattr(metadata, "version", version)
-    found = {package.name: package for package in doctor.installed_packages()}
+    found = {package.name: package for package in _examination.installed_packages()}
     assert found["openvino"].verdict == "missing"
-    assert doctor.how_to_install(found["openvino"].extras) == install_command("openvino")
+    assert _examination.how_to_install(found["openvino"].extras) == install_command("openvino")
     assert found["timm"].verdict == "wrong version"
     output = sima("doctor", code=1)
     assert "Problem: timm 0.9, but sima-attn needs timm" in output
@@ -488,7 +488,7 @@ def test_a_source_tree_that_is_not_installed_is_installed_as_one(monkeypatch):
 def test_the_doctor_knows_every_extra():
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
     assert doctor.PURPOSES.keys() - {"", "cuda"} == project["optional-dependencies"].keys()
-    found = {package.name: package for package in doctor.installed_packages()}
+    found = {package.name: package for package in _examination.installed_packages()}
     assert {extra for package in found.values() for extra in package.extras} == doctor.PURPOSES.keys()
     torch_needs = next(need for need in map(Requirement, project["dependencies"]) if need.name == "torch")
     assert (found["torch"].extras, found["torch"].needs) == ([""], str(torch_needs.specifier))
@@ -501,10 +501,10 @@ def test_the_doctor_names_weights_that_cannot_be_read(monkeypatch, tmp_path):
 
 
 def test_the_doctor_shows_a_gpu_and_what_runs_there(capsys):
-    gpu = doctor.Gpu("NVIDIA H200", "9.0", 139.8, "fused")
-    checks = [doctor.Check("cuda:0", "triton", "bfloat16", 4e-3, 5e-3, "ok")]
+    gpu = _examination.Gpu("NVIDIA H200", "9.0", 139.8, "fused")
+    checks = [_examination.Check("cuda:0", "triton", "bfloat16", 4e-3, 5e-3, "ok")]
     cpu = {"name": "a processor", "cores": 2, "threads": 2}
-    doctor.show(doctor.Findings("0", "3.11", "Linux", cpu, "one device", [gpu], [], checks, {"sima_x": "9 MB"}))
+    doctor.show(_examination.Findings("0", "3.11", "Linux", cpu, "one device", [gpu], [], checks, {"sima_x": "9 MB"}))
     output = capsys.readouterr().out
     assert [word for word in ("H200", "140", "fused", "4e-03", "Weights: sima_x") if word not in output] == []
 
@@ -514,7 +514,7 @@ def test_the_doctor_asks_for_full_float32_and_leaves_the_setting_as_it_was():
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     try:
-        assert [check.reason for check in doctor.run_checks() if check.failed] == []
+        assert [check.reason for check in _examination.run_checks() if check.failed] == []
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision(before)
@@ -523,8 +523,8 @@ def test_the_doctor_asks_for_full_float32_and_leaves_the_setting_as_it_was():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_doctor_finds_the_kernels_of_a_gpu_right():
-    findings = doctor.examine()
+    findings = _examination.examine()
     assert findings.problems == []
     assert [gpu.kernels for gpu in findings.gpus] == ["fused"] * torch.cuda.device_count()
     kernels = [check for check in findings.checks if check.backend == "triton" and check.device.startswith("cuda")]
-    assert [check.verdict for check in kernels] == ["ok"] * len(doctor.LARGEST_ERROR) * torch.cuda.device_count()
+    assert [check.verdict for check in kernels] == ["ok"] * len(_examination.LARGEST_ERROR) * torch.cuda.device_count()
