@@ -61,7 +61,8 @@ def test_the_demo_has_every_attention_right_at_every_size(tmp_path):
     assert [(row.attention, row.N) for row in rows] == [(name, N) for N in (49, 196) for name in ATTENTIONS]
     assert all(row.error < 1e-5 for row in rows)
     exp_free = {"sima", "sima_local", "relu2", "relu2_wide", "cosformer", "cosformer_2d"}
-    assert {row.attention for row in rows if row.exps == 0} == exp_free
+    assert exp_free <= {row.attention for row in rows if row.exps == 0}
+    assert all(row.exps > 0 for row in rows if row.attention.startswith("softmax"))
     assert [row.order for row in rows if row.attention == "sima"] == ["qk", "kv"]
     assert len(steps) == len(ATTENTIONS) + 2
     figure = tmp_path / "figures" / "time.png"

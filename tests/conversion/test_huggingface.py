@@ -206,6 +206,13 @@ def converted_module(name, attention="sima"):
     return module
 
 
+def test_output_attentions_is_a_warning():
+    model = build(HONORED, "vit")
+    convert(model)
+    with pytest.warns(UserWarning, match=r"output_attentions is not supported .*read_attention"):
+        model(image(), output_attentions=True)
+
+
 def test_padding_masks_are_honored_and_other_masks_refused():
     module = converted_module("SelfAttention")
     q, k, v = torch.randn(3, 2, 4, 6, 8)

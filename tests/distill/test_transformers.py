@@ -77,8 +77,10 @@ def test_a_kept_attention_stays_softmax_after_loading(photos, tmp_path):
     assert len(converted_modules(loaded)) == len(done.blocks) - 1
     assert kept.removeprefix("network.") not in converted_modules(loaded)
     assert_close(outputs(loaded, pixel_values=image()), expected, 1e-6)
+    named = [block.path for block in done.blocks if block.kept]  # paths in the user's model, as in the report
     calls = [call for call in audit_named(str(out)).calls if call.in_attention]
-    assert len(calls) == 1
+    assert [call.module for call in calls] == named == [kept.removeprefix("network.")]
+    assert "network." not in (out / "report.md").read_text() + (out / "keep.csv").read_text()
 
 
 def test_a_resumed_run_ends_with_the_same_bits(clip, photos, tmp_path, monkeypatch):
@@ -135,7 +137,7 @@ def test_a_teacher_that_is_converted_in_part_teaches_the_rest(photos, tmp_path):
     teacher = build(HONORED, "vit")
     convert(teacher, where=lambda path, module: path.startswith("layers.0."))
     done = linearized(teacher, photos, tmp_path, attention="relu2", steps=4)
-    assert [block.path for block in done.blocks] == ["network.layers.1.attention"]
+    assert [block.path for block in done.blocks] == ["layers.1.attention"]
     attentions = [options["attention"] for options in converted_modules(load(tmp_path)).values()]
     assert attentions == ["sima", "relu2"]
     again = linearize(None, out=tmp_path, resume=True, device="cpu", quiet=True)

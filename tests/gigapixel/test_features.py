@@ -242,6 +242,22 @@ def test_wrong_options_are_named(options, message, photo, tmp_path):
         features(image=photo, **options)
 
 
+@pytest.mark.parametrize("inside", ["", "0"])
+def test_the_features_do_not_overwrite_the_image(inside, tmp_path):
+    image = tmp_path / "slide.zarr" / inside
+    if inside:
+        zarr.create_group(tmp_path / "slide.zarr")
+    array = zarr.create_array(image, shape=(32, 32, 3), dtype="uint8", fill_value=7)
+    with pytest.raises(ValueError, match="would overwrite the image"):
+        run(image, tmp_path / "slide.zarr")
+    assert (array[:] == 7).all()
+
+
+def test_what_is_no_image_is_named():
+    with pytest.raises(TypeError, match=r"image must be a path or a NumPy array .*, got Tensor"):
+        features(model(), torch.zeros(32, 32, 3), preprocessing=HOW)
+
+
 @pytest.mark.parametrize("size", [(13, 9), (8, 8), (1, 700)])
 def test_an_image_smaller_than_a_tile_or_a_patch_is_one(size):
     pixels = np.full((*size, 3), 128, dtype=np.uint8)

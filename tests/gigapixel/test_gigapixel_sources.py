@@ -197,6 +197,7 @@ BROKEN = {
     "truncated jpeg": (damaged(saved("a.jpg", Image.fromarray(smooth())), 900), "cannot be read as an image"),
     "text": (file_of("a.png", b"hello"), "cannot be read as an image"),
     "folder": (empty_folder, "it is a folder, and no zarr array"),
+    "no pixels": (npy(RGB[:0]), "it has no pixels"),
     "five channels": (npy(pixels(HEIGHT, WIDTH, 5)), "it has 5 channels"),
     "many planes": (tiff("a.tif", pixels(6, HEIGHT, WIDTH), photometric="minisblack"), "it has the shape"),
     "objects": (npy(np.array([["a"]])), "its pixels are <U1"),

@@ -1,5 +1,6 @@
 """Image models of transformers with timm's interface, their preprocessing, and loading them from folders."""
 
+import importlib
 import json
 
 import pytest
@@ -239,3 +240,11 @@ def test_saving_a_model_keeps_its_image_processor(tmp_path):
     convert(model)
     save(model, tmp_path / "second")
     assert load_model(tmp_path / "second").preprocessing == OWN
+
+
+@pytest.mark.parametrize("refused", ["gigapixel.network.network_of", "parallel.api.check_model"])
+def test_errors_name_the_model_of_the_user(refused):
+    module, name = refused.rsplit(".", 1)
+    function = getattr(importlib.import_module(f"sima_attn.{module}"), name)
+    with pytest.raises(ValueError, match="ViTModel"):
+        function(TimmInterface(build(HONORED, "vit"), OWN))

@@ -261,6 +261,16 @@ def test_an_unknown_name_is_answered_with_the_nearest():
         create_attention("smia", 8, 2)
 
 
+def test_a_class_is_taken_by_name_once_it_is_registered(monkeypatch):
+    class Mine(ATTENTIONS["softmax"]):
+        pass
+
+    with pytest.raises(ValueError, match=r"by its name in sima_attn\.ATTENTIONS, got the class Mine"):
+        create_attention(Mine, 8, 2)
+    monkeypatch.setitem(ATTENTIONS, "mine", Mine)
+    assert type(create_attention("mine", 8, 2)) is Mine
+
+
 @every
 @pytest.mark.parametrize("shape", [(N, H * D), (B, 4, 4, H * D), (B, N, H * D + 1)])
 def test_tokens_of_another_shape_are_named(name, shape):

@@ -230,6 +230,8 @@ def _audit_module(model: nn.Module, input_size: InputSize) -> AuditReport:
             "pass the input_size it was built for: an image side, (channels, height, width), or example tensors"
         ) from error
 
+    from sima_attn.models.huggingface import users_path  # imports timm
+
     modules = dict(model.named_modules())
     parts = Parts({path: [base.__name__ for base in type(module).__mro__] for path, module in modules.items()})
     with_exps = {parts.attention_of(path, kind) for path, kind in exps.by_module}
@@ -240,7 +242,7 @@ def _audit_module(model: nn.Module, input_size: InputSize) -> AuditReport:
         macs=flops.get_total_flops() // 2,
         activation_bytes=memory.peak,
         calls=tuple(
-            ExpCall(path, kind, count, in_attention=parts.attention_of(path, kind) is not None)
+            ExpCall(users_path(model, path), kind, count, in_attention=parts.attention_of(path, kind) is not None)
             for (path, kind), count in exps.by_module.items()
         ),
         in_paper=tuple(

@@ -11,6 +11,7 @@ Shapes: B batch, H heads, N tokens, D channels per head.
 
 import inspect
 import sys
+import warnings
 from typing import Any
 
 import torch
@@ -178,6 +179,12 @@ def attend(
         raise ValueError(
             f"{type(module).__name__} is causal, which {kind} cannot be: its sums run over all tokens; leave it out "
             'with `where`; where="vision" converts the vision model of CLIP alone'
+        )
+    if kwargs.get("output_attentions"):  # a warning, as for "sdpa", because it may be set in the configuration
+        warnings.warn(
+            "output_attentions is not supported by a converted attention, which computes no attention matrix; "
+            "sima_attn.explain.read_attention(model, images) reads the queries and keys of each layer",
+            stacklevel=2,
         )
     masks: dict[str, Tensor] = {}
     if attention_mask is not None:

@@ -33,7 +33,8 @@ class Output(NamedTuple):
 def settings_of(model: nn.Module, kwargs: Mapping[str, Any] | None = None) -> ModelSettings:
     """The settings of a timm model: its name, which it knows, and the arguments that it was created with.
 
-    Those of a model of transformers are its class alone; `description_of` has its configuration.
+    Those of a model of transformers are its class alone; `description_of` has its configuration. The number of classes
+    is that of the model, whatever it was created with.
     """
     if kwargs and isinstance(model, TimmInterface):
         raise ValueError(f"model_kwargs are arguments of timm.create_model; a model of transformers has none: {kwargs}")
@@ -43,7 +44,7 @@ def settings_of(model: nn.Module, kwargs: Mapping[str, Any] | None = None) -> Mo
             f"this {type(model).__name__} does not say which model of timm it is; create it with timm.create_model, or "
             "pass the name of the model or the folder of its run"
         )
-    return ModelSettings(name, kwargs=dict(kwargs or {}))
+    return ModelSettings(name, kwargs={key: value for key, value in (kwargs or {}).items() if key != "num_classes"})
 
 
 def build_student(teacher: nn.Module, settings: ModelSettings, attention: str) -> nn.Module:

@@ -16,6 +16,7 @@ from sima_attn.distill.networks import build_student, run
 from sima_attn.distill.recipes import LinearizeRecipe
 from sima_attn.distill.result import Linearized
 from sima_attn.distill.speed import TEACHER, Autocast, SpeedRow, measure_speed, sizes_for
+from sima_attn.models.huggingface import users_path
 from sima_attn.report.rows import write_rows
 from sima_attn.report.tables import TextTable
 
@@ -68,8 +69,8 @@ def block_table(done: Linearized) -> TextTable:
 def summary_of(done: Linearized) -> str:
     """The metrics in one line."""
     words = [f"{METRICS[name][0]} {METRICS[name][1].format(value)}" for name, value in done.metrics.items()]
-    kept = [f"attentions kept: {', '.join(done.record.kept)}"] if done.record.kept else []
-    return ", ".join(words + kept)
+    kept = [block.path for block in done.blocks if block.kept]
+    return ", ".join(words + ([f"attentions kept: {', '.join(kept)}"] if kept else []))
 
 
 def stage_table(done: Linearized) -> TextTable:
@@ -91,7 +92,7 @@ def trade_table(done: Linearized, speed: list[SpeedRow]) -> TextTable:
     for K in _shown_counts(done):
         found = [[row for row in times if (row.kept, row.pixels) == (K, px)] for px in sizes]
         cells = [f"{rows[0].speedup:.2f}" if rows else "" for rows in found]
-        added = [each.path for each in ranking[1 : K + 1]]
+        added = [users_path(done.model, each.path) for each in ranking[1 : K + 1]]
         lines.append([str(K), ", ".join(added), *_cells(ranking[K].metrics, names), *cells])
     return TextTable(header, lines)
 
@@ -145,7 +146,10 @@ def write_report(
     ]
     speed, notes = _speed(done, recipe, teacher, autocast) if recipe.report.speed else ([], [])
     if done.record.ranking:
-        ranked = [_metrics_row("blocks", K, kept.path, kept.metrics) for K, kept in enumerate(done.record.ranking)]
+        ranked = [
+            _metrics_row("blocks", K, users_path(done.model, kept.path), kept.metrics)
+            for K, kept in enumerate(done.record.ranking)
+        ]
         write_rows(folder / "keep.csv", ranked)
         parts += [
             "## Kept attentions",

@@ -49,6 +49,7 @@ from sima_attn.distill.networks import (
 from sima_attn.distill.recipes import ATTENTIONS, BLOCKS, FINETUNE, LinearizeRecipe
 from sima_attn.distill.report import write_report
 from sima_attn.distill.result import Block, Linearized, Record
+from sima_attn.models.huggingface import users_path
 from sima_attn.models.preprocessing import Preprocessing
 from sima_attn.nn.eval_mode import eval_mode
 from sima_attn.report.progress import RunProgress
@@ -319,7 +320,9 @@ class Linearization(Task):
         if len(ours) > 2:  # with two images there is but one neighbor
             metrics["knn_agreement"] = knn_agreement(theirs, ours)
         after, before = self.errors(student), self.record.errors_before
-        blocks = [Block(path, before[path], after[path], path in self.record.kept) for path in self.paths]
+        blocks = [
+            Block(users_path(student, path), before[path], after[path], path in self.record.kept) for path in self.paths
+        ]
         return Linearized(student, metrics, blocks, summary, self.record)
 
     def held_out_images(self, count: int) -> Tensor:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sima_attn.conversion.huggingface import core_of, is_plain_softmax
-from sima_attn.models.huggingface import TimmInterface
+from sima_attn.models.huggingface import users_model
 from sima_attn.nn.attention import Attention, SimAttention
 from sima_attn.nn.baselines.softmax import softmax_matrix
 from sima_attn.nn.baselines.xca import XCAttention
@@ -162,8 +162,7 @@ class _Recorder:
             yield
 
     def layers(self, model: nn.Module) -> list[Layer]:
-        named = model.network if isinstance(model, TimmInterface) else model  # paths in the user's model
-        paths = {module: path for path, module in named.named_modules()}
+        paths = {module: path for path, module in users_model(model).named_modules()}
         whole = {module: parts for module, parts in self.found.items() if set(parts) == set(PARTS)}
         return [
             Layer(paths[module], module, parts["q"][0], parts["k"][0], parts["q"][1], parts["k"][1])

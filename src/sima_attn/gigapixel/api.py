@@ -118,6 +118,7 @@ def features(
     began = time.monotonic()
     target = None if out is None else Path(out)
     _check_options(target, dtype, tile, token_ref)
+    _check_image(image, target)
     model = getattr(model, "_orig_mod", model)  # the module inside torch.compile
     how = preprocessing or Preprocessing.of_model(model)
     if how is None:
@@ -196,6 +197,16 @@ def _check_options(target: Path | None, dtype: str, tile: int | None, token_ref:
             raise ValueError(f"{target} exists and is no zarr array; use another name")
     elif target.is_dir():
         raise ValueError(f"{target} is a folder; give the name of a file")
+
+
+def _check_image(image: Any, target: Path | None) -> None:
+    if isinstance(image, np.ndarray):
+        return
+    if not isinstance(image, str | Path):
+        raise TypeError(f"image must be a path or a NumPy array [height, width, 3], got {type(image).__name__}")
+    path = Path(image).resolve()
+    if target is not None and target.resolve() in (path, *path.parents):
+        raise ValueError(f"features in {target} would overwrite the image {image}; use another name")
 
 
 def check_network(network: Network) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from sima_attn.gigapixel.attentions import Sums, tiled_attention
 from sima_attn.gigapixel.positions import FourierPositions, Grid, LearnedPositions, Positions
+from sima_attn.models.huggingface import users_model
 from sima_attn.models.miniature import LocalBlock
 from sima_attn.models.xcit import BlockWithoutLpi
 from sima_attn.nn import SimClassAttention
@@ -281,8 +282,8 @@ def network_of(model: Any) -> Network:
     if isinstance(model, VisionTransformer) and own == (type(model).forward_features, type(model)._pos_embed):
         return VitNetwork(model)
     raise ValueError(
-        f"{type(model).__name__} cannot run tile by tile: supported are SimA models of the DeiT and XCiT families, and "
-        "timm's VisionTransformer and Xcit converted with `sima_attn.convert` or `sima linearize`"
+        f"{type(users_model(model)).__name__} cannot run tile by tile: supported are SimA models of the DeiT and XCiT "
+        "families, and timm's VisionTransformer and Xcit converted with `sima_attn.convert` or `sima linearize`"
     )
 
 

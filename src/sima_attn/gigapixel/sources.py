@@ -64,6 +64,8 @@ class ArraySource(Source):
             )
         self._axes, self._channels = axes, channels[0] if channels else ""
         self.size = (lengths["Y"], lengths["X"])
+        if 0 in self.size:
+            raise ValueError(f"it has no pixels: its shape is {tuple(array.shape)}")
         count = lengths[channels[0]] if channels else 1
         if not 1 <= count <= 4:
             raise ValueError(f"it has {count} channels: needed are 1 to 4, gray or RGB, with or without transparency")

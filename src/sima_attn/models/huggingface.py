@@ -145,6 +145,16 @@ class TimmInterface(nn.Module):
         return self.used(images)
 
 
+def users_model(model: nn.Module) -> nn.Module:
+    """The model as the user knows it: the model of transformers, not the `TimmInterface` around it."""
+    return model.network if isinstance(model, TimmInterface) else model
+
+
+def users_path(model: nn.Module, path: str) -> str:
+    """The path of a module of this model as the user knows it: in the model of transformers, not in `TimmInterface`."""
+    return path.removeprefix("network.") if isinstance(model, TimmInterface) else path
+
+
 def convert_encoder(model: TimmInterface, attention: str) -> None:
     """Convert the attentions of the encoder. A pooling head after the final tokens keeps its softmax."""
     convert(model.used, attention, where=lambda path, module: not isinstance(module, nn.MultiheadAttention))

@@ -95,7 +95,10 @@ class SimMultiheadAttention(LeafModule):
         the output, at quadratic cost: pass need_weights=False where they are not looked at.
         """
         if attn_mask is not None or is_causal:
-            raise ValueError("attn_mask and is_causal cannot be honored: SimA has no place for masks of token pairs")
+            raise ValueError(
+                "attn_mask and is_causal are not supported: SimA cannot mask pairs of tokens; for padding, pass "
+                "key_padding_mask"
+            )
         if need_weights and self.group is not None:
             raise ValueError("need_weights must be False with a group: no process holds all queries and keys")
         same_tokens = _are_same_tokens(query, key)

@@ -50,6 +50,11 @@ def attention_class(name: str, **options) -> type[Attention]:
         timm.create_model("deit_small_patch16_224", attn_layer=attention_class("sima", token_ref=197))
         ```
     """
+    if isinstance(name, type):
+        raise ValueError(
+            f"an attention is given by its name in sima_attn.ATTENTIONS, got the class {name.__name__}; add a class "
+            "of your own there first"
+        )
     if name not in ATTENTIONS:
         raise unknown_name("attention", name, ATTENTIONS)
     base = ATTENTIONS[name]

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from sima_attn.conversion.modules import looks_like_attention
 from sima_attn.models import cvt
 from sima_attn.models.cvt import Cvt
+from sima_attn.models.huggingface import users_model
 from sima_attn.models.miniature import ConvStem, LocalBlock, MiniVit, MiniXcit
 from sima_attn.models.patch_embed import PatchConv2d, ProductPatchEmbed
 from sima_attn.models.xcit import BlockWithoutLpi, SimXcit
@@ -106,8 +107,8 @@ def check_model(model: nn.Module) -> None:
     if type(model) not in SPLIT:
         known = ", ".join(cls.__name__ for cls in SPLIT)
         raise ValueError(
-            f"parallelize does not support {type(model).__name__}; supported: {known}, of this package and of timm, "
-            "not wrapped by other modules"
+            f"parallelize does not support {type(users_model(model)).__name__}; supported: {known}, of this "
+            "package and of timm, not wrapped by other modules"
         )
     settings: Any = model
     if settings.global_pool not in POOLS:
