@@ -102,7 +102,7 @@ def eval_command(
 
 @app.command("predict")
 def predict_command(
-    photos: Annotated[list[str], Argument(metavar="PHOTO...", help="Photos, folders of them, or patterns.")],
+    photos: Annotated[list[str], Argument(metavar="PHOTO", help="Photos, folders of them, or patterns.")],
     model: option.Detector,
     out: Annotated[Path, option.folder("Folder for the pictures and detections.json.")] = Path("runs/predict"),
     threshold: Annotated[float, Option(help="Minimum score to draw.", min=0.0, max=1.0)] = 0.5,
