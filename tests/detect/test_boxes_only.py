@@ -134,6 +134,8 @@ def test_data_without_a_named_recipe_get_one_that_suits_their_number(boxes, tmp_
         assert "480 px, 100 epochs, batch 8" in note
     with pytest.raises(FileNotFoundError, match="there is no folder nowhere; give the folder of the images"):
         choose_detector(Data("nowhere"), "cpu")
+    with pytest.raises(NotADirectoryError, match=f"is a file; give the folder of the images with --data: {yolo}"):
+        choose_detector(Data(str(yolo / "data.yaml")), "cpu")
     monkeypatch.setattr("sima_attn.detect.recipe_choice.count_images", lambda path, split: 118_000)
     recipe, _ = choose_detector(Data(str(boxes)), "cuda")
     assert (recipe.schedule.epochs, recipe.schedule.drops, recipe.run.precision) == (12, (9, 11), "bf16")

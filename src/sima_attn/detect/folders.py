@@ -65,6 +65,8 @@ def count_images(path: str | Path, split: str) -> int:
 
 def _annotations_of(root: Path, split: str) -> tuple[Path | None, Path | None, str]:
     """(the data.yaml, the COCO file of a split, the word that its images' folder may have as its name)."""
+    if root.is_file():
+        raise NotADirectoryError(f"{root} is a file; give the folder of the images with --data: {root.parent}")
     if not root.is_dir():
         raise FileNotFoundError(f"there is no folder {root}; give the folder of the images with --data")
     yaml = None if split.endswith(".json") else find_yaml(root)
