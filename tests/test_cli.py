@@ -177,7 +177,8 @@ def test_the_model_is_named_by_the_same_option_in_every_command():
     """A MODEL argument is short for it, and no other word stands for a model."""
     words = {"run", "checkpoint", "run_or_model", "name_or_file", "file_or_run"}
     about = [name for name, command in commands() if any(p.metavar == "MODEL" for p in command.params)]
-    assert {"sima audit", "sima eval", "sima export", "sima finetune", "sima quantize", "sima detect eval"} <= {*about}
+    expected = ("audit", "eval", "export", "finetune", "quantize", "serve", "detect eval")
+    assert {f"sima {name}" for name in expected} <= {*about}
     for name, command in commands():
         options = {option for parameter in command.params for option in parameter.opts}
         assert not words & {str(parameter.metavar or parameter.name).lower() for parameter in command.params}, name
