@@ -13,7 +13,7 @@ from pathlib import Path
 from sima_attn.data.sources import few_of
 from sima_attn.data.splits import SPLITS
 from sima_attn.detect.coco import CocoData, read_json
-from sima_attn.detect.yolo import find_yaml, image_files, read_yolo
+from sima_attn.detect.yolo import WITHOUT_VAL, find_yaml, image_files, read_yolo
 
 LOOKED_AT = 100  # images whose folder is looked for
 LAYOUTS = (
@@ -94,9 +94,10 @@ def _coco_file(root: Path, split: str, yaml: Path | None) -> tuple[Path | None, 
     if yaml:
         return None, ""
     listed = few_of([_shown(file, root) for file in files])
+    setting, hint = ("data.eval_split", WITHOUT_VAL) if split == "val" else ("data.train_split", "")
     raise FileNotFoundError(
         f"{root} has no annotations for the split {split!r}. It needs {LAYOUTS}. A COCO file of another name can be "
-        f"given as the split, e.g. --set data.train_split=FILE; the JSON files here: {listed or 'none'}"
+        f"given as the split, e.g. --set {setting}=FILE; the JSON files here: {listed or 'none'}{hint}"
     )
 
 
