@@ -8,6 +8,8 @@ import pytest
 import torch
 from layouts import without_masks, yolo_layout
 from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from shapes import coco_folder, edit, small_recipe
 from typer.testing import CliRunner
 
@@ -152,6 +154,18 @@ def test_evaluation_and_prediction_have_boxes_alone(run, masks, boxes, tmp_path)
     told = json.loads((out / "detections.json").read_text())
     assert all(found.keys() == {"class", "score", "box"} for entry in told for found in entry["objects"])
     assert any(entry["objects"] for entry in told)
+
+
+def test_the_split_is_that_of_the_run(run, boxes, tmp_path):
+    """A run without val images was evaluated on others."""
+    with safe_open(run[0] / "weights.safetensors", "pt") as file:
+        about = json.loads(file.metadata()["about"])
+    about["detector"]["data"]["eval_split"] = "val,train"
+    weights = load_file(run[0] / "weights.safetensors")
+    save_file(weights, tmp_path / "weights.safetensors", metadata={"about": json.dumps(about)})
+    options = ["--workers", 0, "--device", "cpu"]
+    for given, images in (([], 4), (["--data", boxes], 2), (["--split", "val"], 2)):
+        assert f"(here, {images} images)" in sima("detect", "eval", tmp_path, *given, *options)
 
 
 def test_a_mask_rcnn_is_evaluated_on_boxes_where_there_are_no_masks(boxes):

@@ -63,7 +63,10 @@ def train_command(
 def eval_command(
     model: option.Detector,
     data: Annotated[str | None, Option(help="Folder with COCO files or YOLO labels. Default: the run's.")] = None,
-    split: Annotated[str, Option(help="train, val or test, or a COCO file in the folder.")] = "val",
+    split: Annotated[
+        str | None,
+        Option(help="train, val or test, or a COCO file in the folder. Default: the run's last; with --data, val."),
+    ] = None,
     out: Annotated[Path | None, option.folder("Folder for results.json and categories.csv.")] = None,
     batch: option.BatchSize = 2,
     workers: Annotated[int, Option(help="Worker processes that decode images.", min=0)] = 4,
@@ -78,6 +81,7 @@ def eval_command(
 
     loaded = load_detector(model)
     path = data or loaded.recipe.data.path
+    split = split or ("val" if data else loaded.recipe.data.eval_splits[-1])
     with progress_bar() as progress:
         evaluated = evaluate_detector(
             loaded.model,
