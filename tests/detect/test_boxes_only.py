@@ -156,6 +156,15 @@ def test_evaluation_and_prediction_have_boxes_alone(run, masks, boxes, tmp_path)
     assert any(entry["objects"] for entry in told)
 
 
+def test_objects_are_counted_in_words(run, boxes, monkeypatch):
+    found = {"class": "disc", "score": 0.9}
+    entries = [{"photo": "a.jpg", "objects": [found] * count} for count in range(3)]
+    monkeypatch.setattr("sima_attn.detect.predict.predict_photos", lambda *_, **__: entries)
+    output = sima("detect", "predict", boxes / "images", "--model", run[0], "--device", "cpu")
+    for line in ("a.jpg: 0 objects", "a.jpg: 1 object: disc 90%", "a.jpg: 2 objects: disc 90%, disc 90%"):
+        assert line in output.splitlines()
+
+
 def test_the_split_is_that_of_the_run(run, boxes, tmp_path):
     """A run without val images was evaluated on others."""
     with safe_open(run[0] / "weights.safetensors", "pt") as file:

@@ -133,7 +133,7 @@ def predict_command(
     for entry in told:
         best = ", ".join(f"{found['class']} {found['score']:.0%}" for found in entry["objects"][:5])
         count = len(entry["objects"])
-        console.print(f"{entry['photo']}: {count} objects{': ' * bool(count)}{best}")
+        console.print(f"{entry['photo']}: {count} object{'s' * (count != 1)}{': ' * bool(count)}{best}")
     console.print(f"Pictures: {out}\nDetections: {out / 'detections.json'}")
     say_next(after_predict(model))
 
