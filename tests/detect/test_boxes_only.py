@@ -114,11 +114,31 @@ def test_masks_are_left_out_on_demand_and_missing_ones_are_an_error(masks, boxes
         train_detector(recipe, tmp_path / "none", device="cpu", quiet=True)
 
 
+@pytest.mark.parametrize("share", [0, 0.25, 0.5, 1])
+def test_masks_of_a_few_objects_do_not_hide_the_boxes_of_the_others(tmp_path, share):
+    """A few polygons among boxes, as labeling tools export them: masks would train on these few objects alone."""
+    folder = coco_folder(tmp_path / "data")
+
+    def keep_some_masks(content):
+        annotations = content["annotations"]
+        for annotation in annotations[round(share * len(annotations)) :]:
+            annotation["segmentation"] = []
+
+    edit(folder, keep_some_masks, "train")
+    count = sum(map(len, open_split(folder, "train", masks=False).objects))
+    chosen = open_split(folder, "train", masks=None)
+    assert chosen.has_masks == (share >= 0.5)
+    assert sum(map(len, chosen.objects)) == (share * count if chosen.has_masks else count)
+    demanded = open_split(folder, "train", masks=True)
+    assert demanded.has_masks == (share > 0)
+    assert sum(map(len, demanded.objects)) == (share * count or count)
+
+
 def test_the_choice_is_said_and_a_batch_larger_than_the_data_is_reduced(boxes, tmp_path, capsys):
     recipe = small_recipe(boxes, epochs=1)
     train_detector(replace(recipe, run=replace(recipe.run, batch=400)), tmp_path / "run", device="cpu")
     said = " ".join("".join(capsys.readouterr()).split())
-    assert "instances_train.json has no masks: training a Faster R-CNN, which finds boxes only" in said
+    assert "most objects in instances_train.json have no mask: training a Faster R-CNN, which finds boxes" in said
     count = len(open_split(boxes, "train").only_trainable())
     assert f"there are {count} train images, so the batch is {count} instead of 400" in said
     assert RunFolder(tmp_path / "run").read_recipe(DetectRecipe).run.batch == count

@@ -33,7 +33,7 @@ def train_command(
     data: Annotated[str | None, Option(help="Folder with COCO files or YOLO labels. Default: the recipe's.")] = None,
     backbone: Annotated[str | None, Option(help="Weights of a classifier to start from: a run or a file.")] = None,
     no_masks: Annotated[
-        bool, Option("--no-masks", help="Train on boxes alone, as is done where the annotations have no masks.")
+        bool, Option("--no-masks", help="Train on boxes alone, as is done where most objects have no mask.")
     ] = False,
     out: option.RunFolder = None,
     overrides: option.Settings = None,

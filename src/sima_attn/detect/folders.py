@@ -28,7 +28,7 @@ def open_split(
     say: Callable[[str], None] = print,
     counter: Callable[[str], Callable[[int, int], None]] = lambda what: lambda done, total: None,
     *,
-    masks: bool = True,
+    masks: bool | None = True,
 ) -> CocoData:
     """The images of a split and their objects.
 
@@ -38,7 +38,8 @@ def open_split(
             files, or the path of a COCO file in the folder.
         say: Gets a line on what was found, and a line for each reason to skip records.
         counter: Makes a progress bar, a function of (done, total), for reading YOLO labels and the sizes of images.
-        masks: Read masks where the annotations have any; otherwise their boxes only.
+        masks: Read masks where the annotations have any, with None where at least half of them do; otherwise their
+            boxes only.
     """
     root = Path(path)
     yaml, file, word = _annotations_of(root, split)
