@@ -1,8 +1,10 @@
 """The command line as a user types it."""
 
 import ast
+import inspect
 import json
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -265,6 +267,15 @@ def test_names_with_brackets_are_printed_as_they_are(capsys):
     output = "".join(capsys.readouterr())
     for what in ("", " heading", " cell", " title", " caption", " photo", " class", " task"):
         assert name + what in output
+
+
+def test_a_wide_table_is_whole_where_the_output_is_not_a_terminal(monkeypatch, capsys):
+    monkeypatch.delenv("COLUMNS")
+    shared = runpy.run_path(inspect.getfile(print_table))  # the width is read at import
+    cells = [f"{number:014}" for number in range(13)]
+    shared["print_table"](TextTable(cells, [cells]), title="wide")
+    printed = capsys.readouterr().out
+    assert all(printed.count(cell) == 2 for cell in cells)
 
 
 def test_no_path_of_the_clone_is_built_into_the_package():
