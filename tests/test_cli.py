@@ -1,8 +1,10 @@
 """The command line as a user types it."""
 
 import ast
+import inspect
 import json
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -177,7 +179,8 @@ def test_the_model_is_named_by_the_same_option_in_every_command():
     """A MODEL argument is short for it, and no other word stands for a model."""
     words = {"run", "checkpoint", "run_or_model", "name_or_file", "file_or_run"}
     about = [name for name, command in commands() if any(p.metavar == "MODEL" for p in command.params)]
-    assert {"sima audit", "sima eval", "sima export", "sima finetune", "sima quantize", "sima detect eval"} <= {*about}
+    expected = ("audit", "eval", "export", "finetune", "quantize", "serve", "detect eval")
+    assert {f"sima {name}" for name in expected} <= {*about}
     for name, command in commands():
         options = {option for parameter in command.params for option in parameter.opts}
         assert not words & {str(parameter.metavar or parameter.name).lower() for parameter in command.params}, name
@@ -264,6 +267,15 @@ def test_names_with_brackets_are_printed_as_they_are(capsys):
     output = "".join(capsys.readouterr())
     for what in ("", " heading", " cell", " title", " caption", " photo", " class", " task"):
         assert name + what in output
+
+
+def test_a_wide_table_is_whole_where_the_output_is_not_a_terminal(monkeypatch, capsys):
+    monkeypatch.delenv("COLUMNS")
+    shared = runpy.run_path(inspect.getfile(print_table))  # the width is read at import
+    cells = [f"{number:014}" for number in range(13)]
+    shared["print_table"](TextTable(cells, [cells]), title="wide")
+    printed = capsys.readouterr().out
+    assert all(printed.count(cell) == 2 for cell in cells)
 
 
 def test_no_path_of_the_clone_is_built_into_the_package():

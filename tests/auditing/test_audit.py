@@ -521,6 +521,9 @@ def test_open_shapes_are_unknown_until_a_size_is_given(graphs):
     assert audit(path, torch.ones(2, 3, 16, 16)).exps == 2 * fixed.exps
     with pytest.raises(ValueError, match=r"made\.onnx takes batchx3xheightx\?, got 1x4x16x16; omit input_size"):
         audit(path, (4, 16, 16))
+    others = graphs.node("Gelu", ["a"], ["b"]), graphs.node("Exp", ["b"], ["y"])
+    path = graphs.write(conv, *others, inputs=[image], weights=[kernel])
+    assert audit(path).summary() == "an unknown number of Gelu, Exp elements; no attention recognized"
 
 
 def test_macs_of_the_products(graphs):

@@ -8,6 +8,8 @@ import pytest
 import torch
 from layouts import without_masks, yolo_layout
 from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from shapes import coco_folder, edit, small_recipe
 from typer.testing import CliRunner
 
@@ -112,11 +114,31 @@ def test_masks_are_left_out_on_demand_and_missing_ones_are_an_error(masks, boxes
         train_detector(recipe, tmp_path / "none", device="cpu", quiet=True)
 
 
+@pytest.mark.parametrize("share", [0, 0.25, 0.5, 1])
+def test_masks_of_a_few_objects_do_not_hide_the_boxes_of_the_others(tmp_path, share):
+    """A few polygons among boxes, as labeling tools export them: masks would train on these few objects alone."""
+    folder = coco_folder(tmp_path / "data")
+
+    def keep_some_masks(content):
+        annotations = content["annotations"]
+        for annotation in annotations[round(share * len(annotations)) :]:
+            annotation["segmentation"] = []
+
+    edit(folder, keep_some_masks, "train")
+    count = sum(map(len, open_split(folder, "train", masks=False).objects))
+    chosen = open_split(folder, "train", masks=None)
+    assert chosen.has_masks == (share >= 0.5)
+    assert sum(map(len, chosen.objects)) == (share * count if chosen.has_masks else count)
+    demanded = open_split(folder, "train", masks=True)
+    assert demanded.has_masks == (share > 0)
+    assert sum(map(len, demanded.objects)) == (share * count or count)
+
+
 def test_the_choice_is_said_and_a_batch_larger_than_the_data_is_reduced(boxes, tmp_path, capsys):
     recipe = small_recipe(boxes, epochs=1)
     train_detector(replace(recipe, run=replace(recipe.run, batch=400)), tmp_path / "run", device="cpu")
     said = " ".join("".join(capsys.readouterr()).split())
-    assert "instances_train.json has no masks: training a Faster R-CNN, which finds boxes only" in said
+    assert "most objects in instances_train.json have no mask: training a Faster R-CNN, which finds boxes" in said
     count = len(open_split(boxes, "train").only_trainable())
     assert f"there are {count} train images, so the batch is {count} instead of 400" in said
     assert RunFolder(tmp_path / "run").read_recipe(DetectRecipe).run.batch == count
@@ -134,6 +156,8 @@ def test_data_without_a_named_recipe_get_one_that_suits_their_number(boxes, tmp_
         assert "480 px, 100 epochs, batch 8" in note
     with pytest.raises(FileNotFoundError, match="there is no folder nowhere; give the folder of the images"):
         choose_detector(Data("nowhere"), "cpu")
+    with pytest.raises(NotADirectoryError, match=f"is a file; give the folder of the images with --data: {yolo}"):
+        choose_detector(Data(str(yolo / "data.yaml")), "cpu")
     monkeypatch.setattr("sima_attn.detect.recipe_choice.count_images", lambda path, split: 118_000)
     recipe, _ = choose_detector(Data(str(boxes)), "cuda")
     assert (recipe.schedule.epochs, recipe.schedule.drops, recipe.run.precision) == (12, (9, 11), "bf16")
@@ -150,6 +174,27 @@ def test_evaluation_and_prediction_have_boxes_alone(run, masks, boxes, tmp_path)
     told = json.loads((out / "detections.json").read_text())
     assert all(found.keys() == {"class", "score", "box"} for entry in told for found in entry["objects"])
     assert any(entry["objects"] for entry in told)
+
+
+def test_objects_are_counted_in_words(run, boxes, monkeypatch):
+    found = {"class": "disc", "score": 0.9}
+    entries = [{"photo": "a.jpg", "objects": [found] * count} for count in range(3)]
+    monkeypatch.setattr("sima_attn.detect.predict.predict_photos", lambda *_, **__: entries)
+    output = sima("detect", "predict", boxes / "images", "--model", run[0], "--device", "cpu")
+    for line in ("a.jpg: 0 objects", "a.jpg: 1 object: disc 90%", "a.jpg: 2 objects: disc 90%, disc 90%"):
+        assert line in output.splitlines()
+
+
+def test_the_split_is_that_of_the_run(run, boxes, tmp_path):
+    """A run without val images was evaluated on others."""
+    with safe_open(run[0] / "weights.safetensors", "pt") as file:
+        about = json.loads(file.metadata()["about"])
+    about["detector"]["data"]["eval_split"] = "val,train"
+    weights = load_file(run[0] / "weights.safetensors")
+    save_file(weights, tmp_path / "weights.safetensors", metadata={"about": json.dumps(about)})
+    options = ["--workers", 0, "--device", "cpu"]
+    for given, images in (([], 4), (["--data", boxes], 2), (["--split", "val"], 2)):
+        assert f"(here, {images} images)" in sima("detect", "eval", tmp_path, *given, *options)
 
 
 def test_a_mask_rcnn_is_evaluated_on_boxes_where_there_are_no_masks(boxes):

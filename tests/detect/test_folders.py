@@ -133,6 +133,17 @@ def test_a_file_without_a_split_in_its_name_can_be_named(shapes, tmp_path):
     assert said.endswith("images in images/default/")
 
 
+def test_without_val_images_the_error_says_how_to_train(shapes, tmp_path):
+    coco = coco_layout(shapes, tmp_path / "coco", *COCO["coco"])
+    (coco / "annotations" / "instances_val2017.json").unlink()
+    yolo = yolo_layout(shapes, tmp_path / "yolo", "train: images/train\n", "images/{split}")
+    for folder in (coco, yolo):
+        with pytest.raises(
+            (FileNotFoundError, ValueError), match=r"--set data\.eval_split=train` evaluates on the train"
+        ):
+            opened(folder, "val")
+
+
 def test_two_formats_and_two_image_folders_are_errors(shapes, tmp_path):
     both = yolo_layout(shapes, tmp_path / "both", *YOLO["ultralytics"])
     (both / "train.json").write_text(json.dumps(contents(shapes)["train"]))

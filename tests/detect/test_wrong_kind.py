@@ -86,6 +86,12 @@ def test_other_runs_are_no_detectors(tmp_path, photo, about, hint):
     assert not is_detector(run)
 
 
+def test_a_model_name_is_no_detector(photo):
+    hint = "there is no sima_deit_tiny; give a run of `sima detect train`, a checkpoint or weights"
+    assert hint in message("detect", "eval", "sima_deit_tiny")
+    assert hint in message("detect", "predict", photo, "--model", "sima_deit_tiny")
+
+
 DIGITS = train_recipe("digits")
 PARTS = {name: getattr(DIGITS, name) for name in ("name", "data", "augment", "optim", "schedule", "run")}
 RECIPES = {

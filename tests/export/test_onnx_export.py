@@ -284,7 +284,11 @@ def test_halves_go_to_the_even_number():
         ({"input_size": SIZE, "order": "vk"}, "unknown order 'vk'"),
         ({"input_size": SIZE, "labels": ["a", "b"]}, "2 labels for the 7 classes"),
         ({"input_size": SIZE, "labels": []}, "0 labels for the 7 classes"),
-        ({"input_size": SIZE, "preprocessing": True, "dynamic": ("batch",)}, "dynamic empty, got 64x64 and batch"),
+        (
+            {"input_size": SIZE, "preprocessing": True, "dynamic": ("batch",)},
+            "one photo of any size: omit dynamic batch",
+        ),
+        ({"input_size": (64, 96), "preprocessing": True}, "the image size must be one number, got 64x96"),
     ],
 )
 def test_wrong_options_are_said(tmp_path, options, message):

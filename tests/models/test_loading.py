@@ -70,3 +70,9 @@ def test_weights_are_named_once_and_fit_the_model(tmp_path):
     torch.save(xcit.state_dict(), tmp_path / "xcit.pth")
     with pytest.raises(ValueError, match=rf"does not fit {NAME}\. blocks\.0\.attn\.temperature"):
         load_model(f"{NAME}={tmp_path / 'xcit.pth'}")
+
+
+def test_an_onnx_file_is_sent_to_the_commands_that_take_it(tmp_path):
+    (tmp_path / "model.onnx").write_bytes(b"graph")
+    with pytest.raises(ValueError, match=r"model\.onnx is an ONNX file, which `sima audit`, `sima quantize` and"):
+        load_model(tmp_path / "model.onnx")

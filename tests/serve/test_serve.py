@@ -360,6 +360,10 @@ def test_a_model_in_the_browser_is_there_or_how_to_get_it(tmp_path, monkeypatch)
     onnx.save(graph, tmp_path / "bare.onnx")
     with pytest.raises(ValueError, match=r"bare\.onnx does not say how its images are prepared"):
         InBrowser(tmp_path / "bare.onnx", web)
+    graph.metadata_props.add(key="sima_attn.task", value="detection")
+    onnx.save(graph, tmp_path / "detector.onnx")
+    with pytest.raises(ValueError, match=r"detector\.onnx is a detector, which does not run in the browser"):
+        InBrowser(tmp_path / "detector.onnx", web)
 
 
 def test_what_runs_in_the_browser_is_printed_at_the_start(tmp_path, monkeypatch, capsys):

@@ -59,6 +59,8 @@ def test_panels_have_few_curves_and_one_scale():
     assert metric_panels(values) == [["top1", "top5"], ["cosine"]]
     many = {f"AP{i}": [10.0 + i] for i in range(MOST_CURVES + 2)}
     assert [len(panel) for panel in metric_panels(many)] == [MOST_CURVES, 2]
+    kinds = [[f"{kind}_{ap}" for ap in ("ap", "ap50", "ap75")] for kind in ("box", "mask")]
+    assert metric_panels({name: [50.0] for kind in kinds for name in kind}) == kinds
     assert metric_panels({}) == []
 
 

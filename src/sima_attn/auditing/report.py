@@ -126,7 +126,8 @@ def _in_words(calls: Iterable[ExpCall]) -> str:
     totals: Sequence[tuple[str, int | None]] = [(kind, _total(found)) for kind, found in by_kind.items()]
     known = sorted(((kind, n) for kind, n in totals if n is not None), key=lambda pair: -pair[1])
     words = [f"{n:,} {kind}" for kind, n in known]
-    words += [f"an unknown number of {kind}" for kind, n in totals if n is None]
+    if unknown := [kind for kind, n in totals if n is None]:
+        words.append(f"an unknown number of {', '.join(unknown)}")
     return " and ".join(words) + " elements" if words else ""
 
 

@@ -13,8 +13,8 @@ from rich.text import Text
 if TYPE_CHECKING:
     from sima_attn.report.tables import TextTable
 
-# A table needs its width even where the output is not a terminal. COLUMNS says another one, as it does for rich.
-_WIDTH = None if Console().is_terminal or "COLUMNS" in os.environ else 120
+# Where the output is not a terminal, the widest table fits. COLUMNS says another width, as it does for rich.
+_WIDTH = None if Console().is_terminal or "COLUMNS" in os.environ else 240
 # Text is printed as it is, in tables too, because the names of files and classes may contain [brackets]. A line that is
 # partly bold or colored is a `Text`.
 console = Console(width=_WIDTH, highlight=False, soft_wrap=True, markup=False, emoji=False)

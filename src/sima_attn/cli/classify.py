@@ -28,9 +28,7 @@ RESEARCH = "Trained on images from ImageNet: for non-commercial research and edu
 
 @app.command("classify")
 def classify_command(
-    photos: Annotated[
-        list[str] | None, Argument(metavar="PHOTO...", help="Photos, folders of them, or patterns.")
-    ] = None,
+    photos: Annotated[list[str] | None, Argument(metavar="PHOTO", help="Photos, folders of them, or patterns.")] = None,
     model: option.Model = None,
     data: option.Reference = None,
     top: Annotated[int, Option(help="Number of classes to show.", min=1)] = 5,

@@ -33,7 +33,7 @@ def train_command(
     data: Annotated[str | None, Option(help="Folder with COCO files or YOLO labels. Default: the recipe's.")] = None,
     backbone: Annotated[str | None, Option(help="Weights of a classifier to start from: a run or a file.")] = None,
     no_masks: Annotated[
-        bool, Option("--no-masks", help="Train on boxes alone, as is done where the annotations have no masks.")
+        bool, Option("--no-masks", help="Train on boxes alone, as is done where most objects have no mask.")
     ] = False,
     out: option.RunFolder = None,
     overrides: option.Settings = None,
@@ -63,7 +63,10 @@ def train_command(
 def eval_command(
     model: option.Detector,
     data: Annotated[str | None, Option(help="Folder with COCO files or YOLO labels. Default: the run's.")] = None,
-    split: Annotated[str, Option(help="train, val or test, or a COCO file in the folder.")] = "val",
+    split: Annotated[
+        str | None,
+        Option(help="train, val or test, or a COCO file in the folder. Default: the run's last; with --data, val."),
+    ] = None,
     out: Annotated[Path | None, option.folder("Folder for results.json and categories.csv.")] = None,
     batch: option.BatchSize = 2,
     workers: Annotated[int, Option(help="Worker processes that decode images.", min=0)] = 4,
@@ -78,6 +81,7 @@ def eval_command(
 
     loaded = load_detector(model)
     path = data or loaded.recipe.data.path
+    split = split or ("val" if data else loaded.recipe.data.eval_splits[-1])
     with progress_bar() as progress:
         evaluated = evaluate_detector(
             loaded.model,
@@ -102,7 +106,7 @@ def eval_command(
 
 @app.command("predict")
 def predict_command(
-    photos: Annotated[list[str], Argument(metavar="PHOTO...", help="Photos, folders of them, or patterns.")],
+    photos: Annotated[list[str], Argument(metavar="PHOTO", help="Photos, folders of them, or patterns.")],
     model: option.Detector,
     out: Annotated[Path, option.folder("Folder for the pictures and detections.json.")] = Path("runs/predict"),
     threshold: Annotated[float, Option(help="Minimum score to draw.", min=0.0, max=1.0)] = 0.5,
@@ -129,7 +133,7 @@ def predict_command(
     for entry in told:
         best = ", ".join(f"{found['class']} {found['score']:.0%}" for found in entry["objects"][:5])
         count = len(entry["objects"])
-        console.print(f"{entry['photo']}: {count} objects{': ' * bool(count)}{best}")
+        console.print(f"{entry['photo']}: {count} object{'s' * (count != 1)}{': ' * bool(count)}{best}")
     console.print(f"Pictures: {out}\nDetections: {out / 'detections.json'}")
     say_next(after_predict(model))
 

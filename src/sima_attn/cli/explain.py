@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 app = typer.Typer()
 group = typer.Typer(help="Look inside a model: effect of one token, attention statistics, deletion test.")
 
-Photos = Annotated[list[Path], Argument(metavar="PHOTO...", help="Image files, or folders of them.")]
+Photos = Annotated[list[Path], Argument(metavar="PHOTO", help="Image files, or folders of them.")]
 Compare = Annotated[list[str] | None, Option(help="A model to compare with; repeat for several.")]
 SizeOption = Annotated[
     int | None,

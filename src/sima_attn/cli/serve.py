@@ -23,6 +23,7 @@ app = typer.Typer()
 
 
 @app.command("serve")
+@option.takes_model
 def serve_command(
     model: option.Model = None,
     data: option.Reference = None,

@@ -77,7 +77,7 @@ class CocoData(ImageSource):
         folder: Path,
         say: Callable[[str], None],
         *,
-        masks: bool = True,
+        masks: bool | None = True,
         skipped: SkippedRecords | None = None,
     ) -> CocoData:
         """The objects in the content of an annotation file; unusable records are skipped and reported by `say`.
@@ -85,7 +85,8 @@ class CocoData(ImageSource):
         Args:
             content: The lists of images, annotations and categories.
             file, folder: Where the annotations and the images are.
-            masks: Read masks where the annotations have any; otherwise their boxes only.
+            masks: Read masks where the annotations have any, with None where at least half of them do; otherwise their
+                boxes only.
             skipped: Records that were skipped before, to report with the others.
         """
         skipped = SkippedRecords(list) if skipped is None else skipped
@@ -94,7 +95,8 @@ class CocoData(ImageSource):
         places = {image["id"]: i for i, image in enumerate(images)}
         objects: list[list[dict[str, Any]]] = [[] for _ in images]
         known = {category["id"] for category in categories}
-        masks = masks and any(a.get("segmentation") and not a.get("iscrowd") for a in content["annotations"])
+        have_mask = [bool(a.get("segmentation")) for a in content["annotations"] if not a.get("iscrowd")]
+        masks = 2 * sum(have_mask) >= len(have_mask) > 0 if masks is None else masks and any(have_mask)
         for annotation in content["annotations"]:
             place = places.get(annotation.get("image_id"))
             if place is None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from sima_attn.data.sources import few_of
 from sima_attn.data.splits import SPLITS
 from sima_attn.detect.coco import CocoData, read_json
-from sima_attn.detect.yolo import find_yaml, image_files, read_yolo
+from sima_attn.detect.yolo import WITHOUT_VAL, find_yaml, image_files, read_yolo
 
 LOOKED_AT = 100  # images whose folder is looked for
 LAYOUTS = (
@@ -28,7 +28,7 @@ def open_split(
     say: Callable[[str], None] = print,
     counter: Callable[[str], Callable[[int, int], None]] = lambda what: lambda done, total: None,
     *,
-    masks: bool = True,
+    masks: bool | None = True,
 ) -> CocoData:
     """The images of a split and their objects.
 
@@ -38,7 +38,8 @@ def open_split(
             files, or the path of a COCO file in the folder.
         say: Gets a line on what was found, and a line for each reason to skip records.
         counter: Makes a progress bar, a function of (done, total), for reading YOLO labels and the sizes of images.
-        masks: Read masks where the annotations have any; otherwise their boxes only.
+        masks: Read masks where the annotations have any, with None where at least half of them do; otherwise their
+            boxes only.
     """
     root = Path(path)
     yaml, file, word = _annotations_of(root, split)
@@ -65,6 +66,8 @@ def count_images(path: str | Path, split: str) -> int:
 
 def _annotations_of(root: Path, split: str) -> tuple[Path | None, Path | None, str]:
     """(the data.yaml, the COCO file of a split, the word that its images' folder may have as its name)."""
+    if root.is_file():
+        raise NotADirectoryError(f"{root} is a file; give the folder of the images with --data: {root.parent}")
     if not root.is_dir():
         raise FileNotFoundError(f"there is no folder {root}; give the folder of the images with --data")
     yaml = None if split.endswith(".json") else find_yaml(root)
@@ -92,9 +95,10 @@ def _coco_file(root: Path, split: str, yaml: Path | None) -> tuple[Path | None, 
     if yaml:
         return None, ""
     listed = few_of([_shown(file, root) for file in files])
+    setting, hint = ("data.eval_split", WITHOUT_VAL) if split == "val" else ("data.train_split", "")
     raise FileNotFoundError(
         f"{root} has no annotations for the split {split!r}. It needs {LAYOUTS}. A COCO file of another name can be "
-        f"given as the split, e.g. --set data.train_split=FILE; the JSON files here: {listed or 'none'}"
+        f"given as the split, e.g. --set {setting}=FILE; the JSON files here: {listed or 'none'}{hint}"
     )
 
 

@@ -19,7 +19,7 @@ class Detector:
 
     Attributes:
         name: A DeiT, XCiT or CvT of this package.
-        masks: False trains a Faster R-CNN, which finds boxes only; None: a Mask R-CNN if the annotations have masks.
+        masks: False trains a Faster R-CNN, which finds boxes only; None: a Mask R-CNN if most objects have masks.
         weights: Initial weights of the backbone: a file, or a run of `sima train`; None: random weights.
         drop_path: Rate of stochastic depth.
         blocks: Blocks that feed the pyramid, counted from 1; None: 4, 6, 8 and 12 of 12.

@@ -82,13 +82,15 @@ class Detection(Task):
     def __init__(self, recipe: DetectRecipe, fabric: Fabric, progress: RunProgress) -> None:
         self.recipe, self.fabric, self.progress = recipe, fabric, progress
         data, masks = recipe.data, recipe.model.masks
-        self.data = self.open(data.train_split, masks is not False).only_trainable()
+        self.data = self.open(data.train_split, masks).only_trainable()
         if masks and not self.data.has_masks:
             raise ValueError(f"model.masks=true needs masks, and {self.data.file} has boxes only: omit it")
         masks = self.data.has_masks
         kind = "Mask R-CNN" if masks else "Faster R-CNN"
         if recipe.model.masks is None and not masks:
-            progress.say(f"{self.data.file.name} has no masks: training a Faster R-CNN, which finds boxes only")
+            progress.say(
+                f"most objects in {self.data.file.name} have no mask: training a Faster R-CNN, which finds boxes only"
+            )
         self.title = f"{recipe.name}: {kind} on {recipe.model.name}"
         self.evaluated = {split: self.open(split, masks) for split in data.eval_splits}
         for other in self.evaluated.values():
@@ -100,7 +102,7 @@ class Detection(Task):
         self.model = build_detector(recipe, len(self.data.classes), masks=masks, start=True)
         self.broken = BrokenImages(self.data, progress.say)
 
-    def open(self, split: str, masks: bool) -> CocoData:
+    def open(self, split: str, masks: bool | None) -> CocoData:
         """The images of a split and their objects."""
         return open_split(self.recipe.data.path, split, self.progress.say, self.progress.counter, masks=masks)
 
@@ -266,4 +268,4 @@ def _count_trainable(recipe: DetectRecipe) -> int:
     count = count_images(path, split)
     if count >= MANY_BATCHES * recipe.run.batch:
         return count
-    return len(open_split(path, split, lambda line: None, masks=recipe.model.masks is not False).only_trainable())
+    return len(open_split(path, split, lambda line: None, masks=recipe.model.masks).only_trainable())

@@ -73,6 +73,8 @@ def load_detector(what: str | Path, **kwargs: Any) -> LoadedDetector:
         kwargs: Arguments of `build_rcnn`: score_threshold, detections.
     """
     path = Path(what)
+    if not path.exists():
+        raise FileNotFoundError(f"there is no {path}; give a run of `sima detect train`, a checkpoint or weights")
     path = weights_of_run(path) if path.is_dir() else path
     about, weights = read_weights(path)
     if about.get("task") == "dino":

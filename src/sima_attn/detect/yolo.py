@@ -18,6 +18,8 @@ from sima_attn.data.splits import SPLITS
 from sima_attn.detect.coco import SkippedRecords
 
 SLACK = 0.01  # by which coordinates may be outside the image; as in ultralytics
+# Appended to the error where there are no val images.
+WITHOUT_VAL = "; `sima detect train --set data.eval_split=train` evaluates on the training images"
 NO_ROW = "rows that are neither a class and a box nor a class and a polygon, in parts of the image"
 
 
@@ -118,7 +120,8 @@ def image_files(file: Path, split: str) -> list[Path]:
     settings = _content(file)
     given = next((settings[word] for word in SPLITS.get(split, (split,)) if settings.get(word)), None)
     if given is None:
-        raise ValueError(f"{file} has no images for the split {split!r}; its entries: {', '.join(settings)}")
+        hint = WITHOUT_VAL if split == "val" else ""
+        raise ValueError(f"{file} has no images for the split {split!r}; its entries: {', '.join(settings)}{hint}")
     paths: list[Path] = []
     for entry in given if isinstance(given, list) else [given]:
         place = _resolved(str(entry), settings.get("path"), file)

@@ -218,11 +218,10 @@ def _check_options(
 ) -> None:
     for option in dynamic:
         check_known("dynamic size", option, DYNAMIC)
-    if preprocessing and (dynamic or height != width):
-        raise ValueError(
-            "preprocessing in the graph gives one square image per photo: input_size must be one number and dynamic "
-            f"empty, got {height}x{width} and {', '.join(dynamic) or 'none'}"
-        )
+    if preprocessing and dynamic:
+        raise ValueError(f"a file with preprocessing takes one photo of any size: omit dynamic {', '.join(dynamic)}")
+    if preprocessing and height != width:
+        raise ValueError(f"preprocessing makes square images: the image size must be one number, got {height}x{width}")
     on_grid = [module for module in model.modules() if isinstance(module, OnGrid)]
     if "size" in dynamic and any(module.grid or module.image_grid is None for module in on_grid):
         raise ValueError(

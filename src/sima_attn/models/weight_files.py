@@ -142,6 +142,11 @@ def check_readable(path: Path) -> None:
     if is_sharded(path):
         check_whole(path)
         return
+    if path.suffix == ".onnx":
+        raise ValueError(
+            f"{path} is an ONNX file, which `sima audit`, `sima quantize` and `sima serve --onnx` take; here, give the "
+            "model that was exported"
+        )
     if not path.is_file():  # opening a pipe would block
         kind = "a folder" if path.is_dir() else "a link to a missing file" if path.is_symlink() else "a pipe or device"
         raise ValueError(f"the checkpoint {path} is {kind}, not a file")

@@ -74,6 +74,8 @@ class InBrowser:
 def browser_model(path: Path) -> BrowserModel:
     """The metadata of a file of `sima export` or `sima quantize`; the file is loaded once to check that it runs."""
     metadata = open_model(path).metadata
+    if metadata.get("task") == "detection":
+        raise ValueError(f"{path} is a detector, which does not run in the browser; serve its run with --model")
     if "preprocessing" not in metadata:
         raise ValueError(f"{path} does not say how its images are prepared: write it with `sima export`")
     if metadata.get("output") == FEATURES:

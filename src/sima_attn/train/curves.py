@@ -9,7 +9,7 @@ from typing import Any
 from sima_attn.report.figures import figure
 from sima_attn.train.logs import read_log
 
-MOST_CURVES = 4  # per panel
+MOST_CURVES = 3  # per panel: of a detector, AP, AP50 and AP75 of the boxes, and those of the masks
 LARGEST_RATIO = 1.5  # metrics below it are ratios, others percentages: they do not share a panel
 
 
