@@ -222,10 +222,12 @@ def test_export_quantize_and_audit_from_the_command_line(tmp_path, monkeypatch):
     # A run's folder is exported first; its rows join those of the other model, and a second time replace their own.
     run = tmp_path / "a-run"
     run.mkdir()
+    (run / "model.onnx").write_text("exported by the user, with other options")
     for _ in range(2):
         sima("quantize", run, *common)
         assert [row.model for row in read_rows(rows, FileRow)] == [full.model] * 2 + ["a-run"] * 2
     assert read_metadata(run / "model.int8.onnx")["model"] == "a-run"
+    assert (run / "model.onnx").read_text() == "exported by the user, with other options"
     assert "no exp-like call" in sima("audit", tmp_path / "m.int8.onnx", "--fail-on-exp")
 
 

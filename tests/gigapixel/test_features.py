@@ -228,13 +228,15 @@ def test_two_processes_do_not_write_one_output(photo, tmp_path):
         ({"token_ref": "test"}, "token_ref must be None or 'train', got 'test'"),
         ({"store": "tape"}, "unknown store 'tape'"),
         ({"preprocessing": None, "model": torch.nn.Identity()}, "Identity has no timm configuration"),
-        ({"out": "folder.zarr"}, "exists and is no zarr array"),
+        ({"out": "folder.zarr"}, "exists, and `sima features` has not written it"),
+        ({"out": "foreign.zarr"}, "exists, and `sima features` has not written it"),
         ({"out": "folder.npy"}, "is a folder; give the name of a file"),
     ],
 )
 def test_wrong_options_are_named(options, message, photo, tmp_path):
     for name in ("folder.zarr", "folder.npy"):
         (tmp_path / name).mkdir()
+    zarr.create_group(tmp_path / "foreign.zarr")
     options = {"model": model(), "preprocessing": HOW, **options}
     if "out" in options:
         options["out"] = tmp_path / options["out"]

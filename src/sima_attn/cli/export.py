@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from sima_attn.models.preprocessing import Preprocessing
 
 app = typer.Typer()
+FLOAT32 = ".float32"  # in the name of a file that is exported only to be quantized
 
 
 @app.command("export")
@@ -136,14 +137,14 @@ def quantize_command(
         for name in model:
             task = progress.add_task(Path(name).name, total=None)
             file = _exported_run(Path(name)) if Path(name).is_dir() else Path(name)
+            int8 = out or file.with_name(f"{file.name.removesuffix('.onnx').removesuffix(FLOAT32)}.int8.onnx")
             metadata = read_metadata(file)
             training = open_images(data, metadata, split="train", most=calibrate)
             val = open_images(data, metadata, split="val", most=compare, seed=1)
             progress.update(task, total=len(training) + len(val))
-            written.append(out or file.with_suffix(".int8.onnx"))
             found += quantize_onnx(
                 file,
-                written[-1],
+                int8,
                 training,
                 compare_images=val,
                 compare_labels=val.labels,
@@ -151,10 +152,12 @@ def quantize_command(
                 reduce_range=reduce_range,
                 on_image=lambda task=task: progress.advance(task),  # type: ignore[misc]
             )
+            written.append(int8)
             if rows is not None:  # after each model, so that a later failure loses nothing
                 new = {row.model for row in found}
                 write_rows(rows, [*(row for row in kept if row.model not in new), *found])
     print_table(quantize_table(found), title=f"int8 against float32, ranges from {found[-1].calibration_images} images")
+    console.print(f"Written: {', '.join(map(str, written))}")
     if rows is not None:
         console.print(f"Rows: {rows}")
     say_next(after_quantize(written))
@@ -167,12 +170,15 @@ def _default_file(model: str | Path | None, name: str) -> Path:
 
 
 def _exported_run(folder: Path) -> Path:
-    """Export the model of a run to RUN/model.onnx with a dynamic batch, so that images are compared in batches."""
+    """Export the model of a run with a dynamic batch, so that images are compared in batches.
+
+    RUN/model.onnx, which `sima export` writes with options of the user, is left alone.
+    """
     from sima_attn.export.onnx import export_onnx
     from sima_attn.models.loading import load_model
 
     loaded = load_model(folder, features=None)
-    path = _default_file(folder, loaded.name)
+    path = folder / f"model{FLOAT32}.onnx"
     export_onnx(loaded.model, path, input_size=loaded.preprocessing.size, dynamic=("batch",), name=loaded.name)
     return path
 

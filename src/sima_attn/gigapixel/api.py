@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from sima_attn._errors import check_installed, check_known
-from sima_attn._version import __version__
 from sima_attn.gigapixel.network import Network, network_of
 from sima_attn.gigapixel.sources import Source, open_source
-from sima_attn.gigapixel.stores import FileArray, MemoryArray, TileArray, ZarrArray, choose_store, npy_array
+from sima_attn.gigapixel.stores import FileArray, MemoryArray, TileArray, ZarrArray, choose_store, is_ours, npy_array
 from sima_attn.gigapixel.sweeps import Sweeps
 from sima_attn.gigapixel.tiles import Tile
 from sima_attn.gigapixel.work import WorkFolder, identity_of, work_folder
@@ -117,8 +116,8 @@ def features(
     """
     began = time.monotonic()
     target = None if out is None else Path(out)
-    _check_options(target, dtype, tile, token_ref)
     _check_image(image, target)
+    _check_options(target, dtype, tile, token_ref)
     model = getattr(model, "_orig_mod", model)  # the module inside torch.compile
     how = preprocessing or Preprocessing.of_model(model)
     if how is None:
@@ -193,8 +192,8 @@ def _check_options(target: Path | None, dtype: str, tile: int | None, token_ref:
         raise ValueError(f"the features go to a {ZARR} or {NPY} file, got {target}")
     if target.suffix == ZARR:
         check_installed("a zarr array", "zarr", extra="gigapixel")
-        if target.exists() and not (target / "zarr.json").is_file():
-            raise ValueError(f"{target} exists and is no zarr array; use another name")
+        if target.exists() and not is_ours(target):
+            raise ValueError(f"{target} exists, and `sima features` has not written it; use another name")
     elif target.is_dir():
         raise ValueError(f"{target} is a folder; give the name of a file")
 
@@ -277,7 +276,7 @@ def _feature_array(
         array = npy_array(path, shape, dtype)
         stack.callback(array.close)
         return array
-    about = {"sima_attn": __version__, "model": type(network.model).__name__, "patch": network.patch}
+    about = {"model": type(network.model).__name__, "patch": network.patch}
     return ZarrArray(path, shape, dtype, CHUNK if side % CHUNK == 0 else side, about)
 
 

@@ -5,6 +5,7 @@ and a full disk would end it with a signal instead of an error.
 """
 
 import io
+import json
 import os
 import shutil
 from pathlib import Path
@@ -16,9 +17,11 @@ from torch import Tensor
 
 from sima_attn._errors import check_known
 from sima_attn._files import DiskFullError
+from sima_attn._version import __version__
 from sima_attn.gigapixel.tiles import Tile
 
 STORES = ("auto", "disk", "memory", "device")
+OURS = "sima_attn"  # the attribute of our zarr arrays, with the version that wrote them
 
 
 class TileArray(Protocol):
@@ -125,7 +128,9 @@ class ZarrArray:
         if path.exists():
             self._array = zarr.open_array(path, mode="r+")
         else:
-            self._array = zarr.create_array(path, shape=shape, chunks=chunks, dtype=kind, attributes=about)
+            self._array = zarr.create_array(
+                path, shape=shape, chunks=chunks, dtype=kind, attributes={OURS: __version__, **about}
+            )
 
     def read(self, tile: Tile) -> Tensor:
         """The tile, decoded."""
@@ -134,6 +139,14 @@ class ZarrArray:
     def write(self, tile: Tile, values: Tensor) -> None:
         """Write the chunks of a tile."""
         self._array[tile.slices] = values.float().cpu().numpy().astype(self._array.dtype)
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a folder holds features that were written here, which may be replaced."""
+    try:
+        return OURS in json.loads((path / "zarr.json").read_text())["attributes"]
+    except (OSError, ValueError, KeyError, TypeError):  # of other files
+        return False
 
 
 def choose_store(store: str, needed: int, device: torch.device, folder: Path) -> str:
