@@ -101,7 +101,7 @@ def read_metadata(path: str | Path) -> dict[str, str]:
 
     if not Path(path).is_file():
         raise FileNotFoundError(
-            f"{path} is neither an .onnx file nor a run folder: export the model with `sima export MODEL -o model.onnx`"
+            f"there is no .onnx file or run folder {path}: export a model with `sima export MODEL -o model.onnx`"
         )
     try:
         model = onnx.load(path, load_external_data=False)

@@ -32,7 +32,7 @@ def decode(data: bytes, limits: Limits) -> Image.Image:
     The size is checked before any pixel is decoded.
     """
     if not data:
-        raise Refusal(400, "the request has no photo: send its bytes as the body")
+        raise Refusal(400, "the photo is empty; send the bytes of an image file")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our limit is lower
