@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from sima_attn._errors import first_line
 from sima_attn._install import install_command
 from sima_attn._version import __version__
-from sima_attn.report.rows import cpu_name
 
 if TYPE_CHECKING:
     import torch
@@ -79,6 +78,8 @@ class Findings:
 def examine() -> Findings:
     """Check everything. Writes nothing, and needs no network."""
     import torch
+
+    from sima_attn.report.rows import cpu_name
 
     packages = installed_packages()
     checks = run_checks()

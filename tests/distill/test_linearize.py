@@ -385,9 +385,7 @@ def test_teachers_that_cannot_be_linearized_are_named_and_leave_no_folder(tmp_pa
     with pytest.raises(ValueError, match=r"the attention of student is free of exp\(\) already, so there is nothing"):
         linearize(done[0], "digits", out, **{**options, "attention": "relu2"})
     small = timm.create_model("vit_tiny_patch16_224", depth=1, img_size=32)
-    with pytest.raises(
-        ValueError, match=r"cannot take images of 40 px: .*choose a size that vit_tiny_patch16_224 takes"
-    ):
+    with pytest.raises(ValueError, match="vit_tiny_patch16_224 takes images whose side is a multiple of 16 px, got 40"):
         linearize(small, "digits", out, size=40, **options)
     arguments = {"depths": (1, 1, 1, 1), "img_size": 64, "window_size": 2}
     biased = timm.create_model("swin_tiny_patch4_window7_224", **arguments)

@@ -82,9 +82,13 @@ def set_image_size(model: nn.Module, settings: ModelSettings, size: int) -> Mode
 
     Returns the settings of such a model. Models without position embeddings of a fixed size stay as they are.
     """
-    resizable: Any = model
     if not hasattr(model, "set_input_size"):
         return settings
+    resizable: Any = model
+    embedding = getattr(model, "patch_embed", None)
+    patch = max(getattr(embedding, "patch_size", (1,)))
+    if size % patch and not getattr(embedding, "dynamic_img_pad", False):  # timm would cut the image
+        raise ValueError(f"{settings.name} takes images whose side is a multiple of {patch} px, got {size}")
     resizable.set_input_size(img_size=(size, size))
     return replace(settings, kwargs={**settings.kwargs, "img_size": size})
 
