@@ -8,6 +8,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from timm.layers import DropPath
 from typer.testing import CliRunner
 
 from closeness import assert_close
@@ -210,7 +211,7 @@ def test_a_model_of_timm_and_a_folder_of_images(tmp_path):
     for i in range(200):
         Image.new("RGB", (40, 36), (i, 90, 200 - i)).save(tmp_path / f"{i}.png")
     (tmp_path / "broken.png").write_bytes(b"no image")
-    arguments = {"num_classes": 0, "depth": 2, "img_size": 32}
+    arguments = {"num_classes": 0, "depth": 2, "img_size": 32, "drop_path_rate": 0.3, "proj_drop_rate": 0.2}
     model = timm.create_model("vit_tiny_patch16_224", **arguments)
     options = {"attention": "sima", "steps": 4, "batch": 16, "device": "cpu", "quiet": True}
     out, settings = tmp_path / "runs" / "run", [*SMALL, "data.workers=0"]
@@ -220,6 +221,8 @@ def test_a_model_of_timm_and_a_folder_of_images(tmp_path):
     done = linearize(model, tmp_path, out, model_kwargs=arguments, overrides=settings, **options)
     assert set(done.metrics) == {"cosine", "knn_agreement"}
     assert all(p.requires_grad for p in model.parameters())  # the teacher was copied
+    assert not any(isinstance(module, DropPath) for module in done.model.modules())
+    assert {module.p for module in done.model.modules() if isinstance(module, torch.nn.Dropout)} == {0}
     assert [block.path for block in done.blocks] == ["blocks.0.attn", "blocks.1.attn"]
     images = torch.randn(1, 3, 32, 32)
     assert torch.equal(load_model(out).model(images), done.model(images))

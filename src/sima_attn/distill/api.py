@@ -184,6 +184,8 @@ def _recipe(
 ) -> LinearizeRecipe:
     saved = loaded.about.get("recipe")
     settings = from_dict(ModelSettings, saved["model"]) if saved else settings_of(loaded.model, model_kwargs)
+    # A student that drops activations at random cannot follow its teacher, which drops none.
+    kwargs = {name: value for name, value in settings.kwargs.items() if "drop" not in name}
     preprocessing = loaded.preprocessing if size is None else replace(loaded.preprocessing, size=size)
     transfer = Transfer(teacher_attention=settings.attention)
     count = len(open_images(images, transfer.held_out, seed=0)[0])
@@ -195,7 +197,7 @@ def _recipe(
     )
     return LinearizeRecipe(
         name="linearize",
-        model=replace(settings, attention=attention, drop_path=0.0),
+        model=replace(settings, attention=attention, drop_path=0.0, kwargs=kwargs),
         data=Data(
             images,
             workers=0 if images == "digits" else 4,
