@@ -79,7 +79,8 @@ def linearize(
         finetune: Epochs of supervised fine-tuning at the end, 0 by default; the images need labels of the teacher's
             classes.
         weights, pretrained: For a name, see `load_model`.
-        model_kwargs: For a model: the arguments of timm.create_model that it was created with, such as img_size.
+        model_kwargs: For a model: the arguments of timm.create_model that it was created with, such as img_size. Drop
+            rates among them are not those of the student, which drops nothing.
         overrides: Further settings of the recipe, such as "optim.lr=1e-3".
         resume: Resume the run in `out`, which needs no other argument; those that are given must be as they were.
     """
