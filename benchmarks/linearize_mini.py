@@ -5,9 +5,10 @@
     python benchmarks/linearize_mini.py --data PATH --rows linearize_mini.csv
 
 The teacher is the softmax ViT of the grid (`sima reproduce miniature`) at its best recipe: ReLU, learning rate 1e-3, 60
-epochs. A student sees 6 epochs' worth of images, and so does SimA from scratch, the line to beat. With labels, the last
-two of the six are supervised fine-tuning. Each step is a run in --folder of its own, which the same command skips when
-it is finished and resumes when it was interrupted. Students can run side by side on one GPU.
+epochs; --teacher takes the run of it that `sima reproduce fair` has made. A student sees 6 epochs' worth of images, and
+so does SimA from scratch, the line to beat. With labels, the last two of the six are supervised fine-tuning. Each step
+is a run in --folder of its own, which the same command skips when it is finished and resumes when it was interrupted.
+Students can run side by side on one GPU.
 """
 
 from collections.abc import Sequence
@@ -35,6 +36,7 @@ from sima_attn.report.tables import TextTable
 from sima_attn.reproduce.miniature import RUNS, MiniatureRun, miniature_recipe
 from sima_attn.train.classify import train_classifier
 from sima_attn.train.recipes import Recipe
+from sima_attn.train.run import RunFolder
 
 TEACHER = "teacher"
 TEACHER_RUN = next(run for run in RUNS if run.name == "softmax_relu")
@@ -42,7 +44,6 @@ SCRATCH_RUN = next(run for run in RUNS if run.name == "sima_relu_lr")  # at the 
 EPOCHS = 6  # of a student, all stages together
 LABELED_EPOCHS = 2  # of them, with labels
 BATCH = 128
-TEACHER_SETTINGS = ("run.cuda_graph=true", "run.eval_epochs=20")
 # The images as the teacher was trained with them, without mixtures.
 STUDENT_SETTINGS = (
     "data.cache=true",
@@ -118,11 +119,13 @@ class Bench(StepBench):
 
     Attributes:
         epochs: Of the teacher.
+        teacher: Folder of its run.
         teacher_settings: Changes to the recipes of the teacher and of the run from scratch.
         student_settings: The same for the students.
     """
 
     epochs: int
+    teacher: Path
     teacher_settings: Sequence[str]
     student_settings: Sequence[str]
 
@@ -133,8 +136,8 @@ class Bench(StepBench):
         """Train the teacher, or train a student and compare it with the teacher."""
         if name == TEACHER:
             settings = [*self.teacher_settings, *self.settings]
-            self.train_classifier(self.recipe(TEACHER_RUN, self.epochs), place / "run", settings)
-            return {"top1": last_top1(place / "run")}
+            self.train_classifier(self.recipe(TEACHER_RUN, self.epochs), self.teacher, settings)
+            return {"top1": last_top1(self.teacher)}
         return self.measure(next(student for student in STUDENTS if student.name == name), place)
 
     def table(self, rows: Sequence[MiniRow]) -> TextTable:
@@ -152,9 +155,9 @@ class Bench(StepBench):
 
     def measure(self, student: Student, place: Path) -> MiniRow:
         """Teach a student, or train it from scratch, and compare it with the teacher."""
-        teacher = self.folder / TEACHER / "run"
-        if not self.is_done(TEACHER):
-            raise ValueError(f"there is no teacher in {teacher}; run --only {TEACHER} first")
+        teacher = self.teacher
+        if not RunFolder(teacher).weights.exists():
+            raise ValueError(f"there is no trained teacher in {teacher}; run --only {TEACHER} first")
         if student.name == "sima_scratch":
             last, changes = place / "run", [*self.teacher_settings, *self.settings]
             self.train_classifier(with_shape_of(teacher, self.recipe(SCRATCH_RUN, EPOCHS)), last, changes)
@@ -238,14 +241,23 @@ def main(arguments: list[str] | None = None) -> None:
     """Run steps, or collect the rows."""
     parser = step_parser(__doc__, "a folder of labeled 64-pixel images", "runs/linearize_mini", Bench.steps)
     parser.add_argument("--epochs", type=int, default=TEACHER_RUN.epochs, help="epochs of the teacher")
+    parser.add_argument("--teacher", type=Path, help="its run; by default in --folder, where it is trained")
     for group in ("set-teacher", "set-student"):
         parser.add_argument(f"--{group}", action="append", default=[], metavar="NAME=VALUE", help="a setting")
     given = parser.parse_args(arguments)
     device = resolve_device(given.device)
     on_gpu = device == "cuda"
-    teacher_settings = [*(TEACHER_SETTINGS if on_gpu else ()), *given.set_teacher]
     student_settings = [*(STUDENT_GPU_SETTINGS if on_gpu else ()), *given.set_student]
-    bench = Bench(given.data, given.folder, device, given.set, given.epochs, teacher_settings, student_settings)
+    bench = Bench(
+        data=given.data,
+        folder=given.folder,
+        device=device,
+        settings=given.set,
+        epochs=given.epochs,
+        teacher=given.teacher or given.folder / TEACHER / "run",
+        teacher_settings=given.set_teacher,
+        student_settings=student_settings,
+    )
     bench.run_all(given.only, given.rows)
 
 

@@ -49,7 +49,8 @@ DEPTH, GRID = 12, 37  # of the position embedding, at 518 px
 SIZE, PATCH = 224, 14
 FOLDER = Path("runs/linearize_real")
 PHOTO_FOLDERS = ("coco-mini/images", "photos", "imagenet-samples")
-PHOTO_SIDE, JPEG_QUALITY = 256, 85  # of the shorter side, in pixels
+TRAIN_SIDE, VAL_SIDE = 336, 256  # of the shorter side in pixels, at most
+JPEG_QUALITY = 85
 HELD_OUT = 110  # photos
 STUDENTS = ("sima", "sima_local", "relu2", "relu2_wide")
 # Patch-token cosine, and IoU of the masks; 0 where there is no target. The last is for the best one.
@@ -218,8 +219,12 @@ def weights_of(onnx_file: Path) -> dict[str, Tensor]:
 
 
 def write_photos(data: Path, folder: Path) -> int:
-    """Write all photos in train/ and val/, their shorter side at most PHOTO_SIDE; the split is always the same."""
-    from PIL import Image
+    """Write all photos in train/ and val/; the split is always the same.
+
+    Evaluation looks at the square in the middle of a photo. For training each photo is cut into the squares at its two
+    ends, so that nothing of it is lost.
+    """
+    from PIL import Image, ImageOps
 
     paths = sorted(
         path for name in PHOTO_FOLDERS for path in (data / name).iterdir() if path.suffix.lower() in (".jpg", ".jpeg")
@@ -229,10 +234,15 @@ def write_photos(data: Path, folder: Path) -> int:
         (folder / split).mkdir(parents=True, exist_ok=True)
     for i, path in enumerate(paths):
         image = Image.open(path).convert("RGB")
-        ratio = min(1.0, PHOTO_SIDE / min(image.size))
-        resized = image.resize([round(ratio * side) for side in image.size], Image.Resampling.BICUBIC)
-        target = folder / ("val" if i in held_out else "train") / f"{path.parent.name}_{path.stem}.jpg"
-        resized.save(target, quality=JPEG_QUALITY, optimize=True)
+        split, limit = ("val", VAL_SIDE) if i in held_out else ("train", TRAIN_SIDE)
+        short = min(limit, *image.size)
+        if split == "val" or len(set(image.size)) == 1:
+            pictures = [ImageOps.cover(image, (short, short))]
+        else:
+            pictures = [ImageOps.fit(image, (short, short), centering=(end, end)) for end in (0, 1)]
+        for name, picture in zip("ab", pictures, strict=False):
+            target = folder / split / f"{path.parent.name}_{path.stem}_{name}.jpg"
+            picture.save(target, quality=JPEG_QUALITY, optimize=True)
     return len(paths)
 
 

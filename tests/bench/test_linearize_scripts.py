@@ -111,8 +111,9 @@ def test_photos_are_split_always_in_the_same_way(tmp_path, monkeypatch):
         assert linearize_real.write_photos(tmp_path, place) == 9
         splits.append({split: sorted(p.name for p in (place / split).iterdir()) for split in ("train", "val")})
     assert splits[0] == splits[1]
-    assert [len(names) for names in splits[0].values()] == [7, 2]
-    assert Image.open(tmp_path / "one" / "val" / splits[0]["val"][0]).size == (300, 256)
+    assert [len(names) for names in splits[0].values()] == [2 * 7, 2]
+    sizes = [Image.open(tmp_path / "one" / split / names[0]).size for split, names in splits[0].items()]
+    assert sizes == [(336, 336), (300, 256)]
 
 
 def test_speed_in_onnx_runtime(folder):
@@ -153,7 +154,7 @@ def mini(tmp_path):
 def test_the_miniature_trains_a_teacher_and_its_students(mini, tmp_path, capsys):
     call, place, shape = mini
     out = tmp_path / "rows.csv"
-    with pytest.raises(ValueError, match=r"there is no teacher in .*; run --only teacher first"):
+    with pytest.raises(ValueError, match=r"there is no trained teacher in .*; run --only teacher first"):
         linearize_mini.main([*call, "--only", "relu2"])
     names = ["relu2", "relu2_wide_labels", "sima_scratch"]
     steps = [part for name in ("teacher", *names) for part in ("--only", name)]

@@ -11,7 +11,7 @@ def test_a_shift_moves_whole_pixels_and_nothing_else():
     padded = torch.nn.functional.pad(images, (2, 2, 2, 2))
     shifts = set()
     for image, around, out in zip(
-        images, padded, crop_and_flip(images, Augment(crop="padded", padding=2, flip=0.0)), strict=True
+        images, padded, crop_and_flip(images, Augment(crop="padded", padding=2, flip=0.0), 9), strict=True
     ):
         found = [
             (y, x)
@@ -27,15 +27,15 @@ def test_a_shift_moves_whole_pixels_and_nothing_else():
 
 def test_a_certain_flip_is_the_mirror_image_and_no_crop_is_the_image():
     images = torch.rand(4, 3, 8, 8)
-    assert torch.allclose(crop_and_flip(images, Augment(crop="none", flip=1.0)), images.flip(3), atol=1e-5)
-    assert torch.equal(crop_and_flip(images, Augment(crop="none", flip=0.0)), images)
+    assert torch.allclose(crop_and_flip(images, Augment(crop="none", flip=1.0), 8), images.flip(3), atol=1e-5)
+    assert torch.equal(crop_and_flip(images, Augment(crop="none", flip=0.0), 8), images)
     whole = Augment(crop="resized", scale=(1.0, 1.0), flip=0.0)
-    assert torch.allclose(crop_and_flip(torch.ones(4, 3, 8, 8), whole), torch.ones(4, 3, 8, 8), atol=1e-5)
+    assert torch.allclose(crop_and_flip(torch.ones(4, 3, 8, 8), whole, 8), torch.ones(4, 3, 8, 8), atol=1e-5)
 
 
 def test_a_random_crop_of_a_ramp_stays_within_it():
     ramp = torch.linspace(0, 1, 16).expand(32, 3, 16, 16).contiguous()
-    out = crop_and_flip(ramp, Augment(crop="resized", scale=(0.1, 0.5), flip=0.0))
+    out = crop_and_flip(ramp, Augment(crop="resized", scale=(0.1, 0.5), flip=0.0), 16)
     spread = out[:, 0, 8, -2] - out[:, 0, 8, 1]
     assert (spread > 0).all()
     assert (spread < 0.95).all()

@@ -10,7 +10,7 @@ from PIL import Image
 from torch import distributed
 
 import forked
-from sima_attn.data.cache import Cache
+from sima_attn.data.cache import Cache, augmented
 from sima_attn.data.loader import (
     BrokenImages,
     Share,
@@ -115,6 +115,25 @@ def test_the_cache_holds_what_evaluation_reads(folders, size, crop_ratio):
     read = torch.cat([x for x, _ in evaluation_batches(source, data, 5, device=CPU, broken=BrokenImages(source))])
     assert len(read) == 12
     assert torch.allclose(cached, read, atol=1e-5)
+
+
+def test_a_larger_cache_keeps_what_a_crop_enlarges(tmp_path):
+    """A fine checkerboard is gray at the size of the model, and its crops from a larger cache are not."""
+    pixels = np.kron(np.indices((16, 16)).sum(0) % 2, np.ones((2, 2))) * 255
+    for split in ("train", "val"):
+        (tmp_path / split / "a").mkdir(parents=True)
+        Image.fromarray(pixels.astype(np.uint8)).convert("RGB").save(tmp_path / split / "a" / "0.png")
+    source, augment = open_data(tmp_path), Augment(scale=(0.25, 0.25), flip=0.0)
+    spread = {}
+    for side in (8, 32):
+        data = small_recipe(data={"size": 8, "crop_ratio": 1.0, "cache": True, "cache_size": side}).data
+        cache = Cache(source, data, CPU, side=data.cache_size, broken=BrokenImages(source))
+        (batch,) = cache.batches(Share(1), 0, start=0, stop=1)
+        crop, whole = augmented(batch, data, augment).images, next(cache.evaluation_batches(1)).images
+        assert crop.shape == whole.shape == (1, 3, 8, 8)
+        assert whole.std() < 0.2
+        spread[side] = crop.std().item()
+    assert spread[32] > 4 * spread[8]
 
 
 def break_images(folders, count, split="train"):

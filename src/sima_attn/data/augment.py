@@ -30,14 +30,14 @@ def _hue_maps() -> Tensor:
 HUE = _hue_maps()
 
 
-def augment_batch(images: Tensor, augment: Augment) -> Tensor:
-    """Crop, flip and jitter images for classification; the size stays the same."""
-    images = crop_and_flip(images, augment)
+def augment_batch(images: Tensor, augment: Augment, size: int) -> Tensor:
+    """Crop, flip and jitter images for classification -> [B, 3, size, size]; only resized crops change the size."""
+    images = crop_and_flip(images, augment, size)
     strength = augment.color_jitter
     return jitter_colors(images, strength, strength, strength) if strength else images
 
 
-def crop_and_flip(images: Tensor, augment: Augment) -> Tensor:
+def crop_and_flip(images: Tensor, augment: Augment, size: int) -> Tensor:
     """Random resized crop or shift, and random horizontal flip, with zeros outside the image."""
     if augment.crop == "resized":
         box = random_boxes(images, augment.scale)
@@ -50,7 +50,7 @@ def crop_and_flip(images: Tensor, augment: Augment) -> Tensor:
         box[2:] = pixels * (2 / images.shape[-1])
     elif augment.crop == "none" and not augment.flip:
         return images
-    return sample_boxes(images, box, images.shape[-1], augment.flip, padding_mode="zeros")
+    return sample_boxes(images, box, size, augment.flip, padding_mode="zeros")
 
 
 def uniform(images: Tensor, low: float, high: float) -> Tensor:

@@ -6,10 +6,12 @@ Shapes: B batch, S side in pixels; images [B, 3, S, S].
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sima_attn.data.augment import augment_batch, erase
@@ -33,7 +35,11 @@ DECODE_BATCH, MAX_WORKERS = 256, 16
 
 
 class Cache:
-    """Decoded images of a source, uint8 [n, 3, S, S], and their labels [n], on one device."""
+    """Decoded images of a source, uint8 [n, 3, S, S], and their labels [n], on one device.
+
+    Args:
+        side: S, by default data.size.
+    """
 
     def __init__(
         self,
@@ -41,12 +47,14 @@ class Cache:
         data: Data,
         device: torch.device,
         *,
+        side: int | None = None,
         broken: BrokenImages,
         on_step: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        fit = evaluation_transform(data.preprocessing, normalize=False)
+        side = side or data.size
+        fit = evaluation_transform(replace(data.preprocessing, size=side), normalize=False)
         n = len(source)
-        images = torch.zeros(n, 3, data.size, data.size, dtype=torch.uint8)
+        images = torch.zeros(n, 3, side, side, dtype=torch.uint8)
         good = np.ones(n, dtype=bool)
         pieces = list(pieces_in_order(np.arange(n), DECODE_BATCH))
         workers = min(len(pieces) // 8, MAX_WORKERS)  # none for a few images
@@ -75,7 +83,7 @@ class Cache:
         readable = np.flatnonzero(self.good) if among is None else among[self.good[among]]
         for _, _, indices in pieces_in_order(readable[rank::world], batch):
             images, labels = self.take(indices)
-            yield Batch(normalize(images.float() / 255, self.data), labels)
+            yield Batch(normalize(resize(images.float() / 255, self.data.size), self.data), labels)
 
     def take(self, indices: np.ndarray) -> Batch:
         """The images at these indices."""
@@ -83,10 +91,12 @@ class Cache:
         return Batch(self.images[chosen], self.labels[chosen])
 
 
-def decode(source: Source, split: str, data: Data, device: torch.device, progress: RunProgress) -> Cache:
+def decode(
+    source: Source, split: str, data: Data, device: torch.device, progress: RunProgress, side: int | None = None
+) -> Cache:
     """The images of a split on the device; progress and broken images are shown."""
     broken, counter = BrokenImages(source, progress.say), progress.counter(f"decoding {split}")
-    return Cache(source, data, device, broken=broken, on_step=counter)
+    return Cache(source, data, device, side=side, broken=broken, on_step=counter)
 
 
 def augmented(batch: Batch, data: Data, augment: Augment) -> Batch:
@@ -94,7 +104,7 @@ def augmented(batch: Batch, data: Data, augment: Augment) -> Batch:
     images, labels = batch
     if images.dtype != torch.uint8:
         return batch
-    images = normalize(augment_batch(images.float() / 255, augment), data)
+    images = normalize(augment_batch(images.float() / 255, augment, data.size), data)
     return Batch(erase(images, augment.erasing) if augment.erasing else images, labels)
 
 
@@ -104,6 +114,13 @@ def _next_good(good: np.ndarray) -> np.ndarray:
         raise ValueError("none of the images can be read")
     readable = np.flatnonzero(good)
     return readable[np.searchsorted(readable, np.arange(len(good))) % len(readable)]
+
+
+def resize(images: Tensor, side: int) -> Tensor:
+    """Images [B, 3, S, S] at another side."""
+    if images.shape[-1] == side:
+        return images
+    return F.interpolate(images, (side, side), mode="bilinear", antialias=True)
 
 
 def normalize(images: Tensor, data: Data) -> Tensor:

@@ -54,6 +54,8 @@ class Data:
         mean, std: Per channel, for values in [0, 1].
         workers: Decoding processes. The batches do not depend on their number.
         cache: Decode all images once, keep them on the device and augment whole batches there.
+        cache_size: Side of the training images in the cache: with one above `size`, crops of a part of an image are
+            sharp. None: `size`.
         val: Part of the images of each class to hold out as val, for data without val images; None: the data have some.
         split_seed: Seed of the choice of these images.
     """
@@ -67,6 +69,7 @@ class Data:
     std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = IMAGENET_STD
     workers: Workers = 8
     cache: bool = False
+    cache_size: Pixels | None = None
     val: Annotated[float, Limit("above 0 and below 1", lambda value: 0 < value < 1)] | None = None
     split_seed: NonNegativeInt = 0
 
@@ -76,6 +79,15 @@ class Data:
         return Preprocessing(
             self.size, self.mean, self.std, self.crop_ratio, self.interpolation, crop_mode=self.crop_mode
         )
+
+    def check_relations(self) -> None:
+        """Raise for a size of cached images that cannot be used."""
+        if self.cache_size is None:
+            return
+        if not self.cache:
+            raise ValueError("data.cache_size is the size of cached images: set data.cache=true, or leave it out")
+        if self.cache_size < self.size:
+            raise ValueError(f"data.cache_size must be at least data.size={self.size}, got {self.cache_size}")
 
     @classmethod
     def of_model(cls, loaded: LoadedModel) -> Data:
@@ -137,6 +149,8 @@ def check_cache(data: Data, augment: Augment) -> None:
         raise ValueError(
             "RandAugment needs single images, not a device cache: set data.cache=false or augment.randaugment=none"
         )
+    if data.cache_size is not None and augment.crop != "resized":
+        raise ValueError(f"data.cache_size needs augment.crop=resized: with {augment.crop}, no crop is enlarged")
 
 
 @dataclass(frozen=True)

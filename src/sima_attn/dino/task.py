@@ -221,7 +221,7 @@ class Dino(Task):
         self.broken = BrokenImages(self.source, progress.say)
         self.cache = None
         if recipe.data.cache:
-            self.cache = decode(self.source, "train", recipe.data, fabric.device, progress)
+            self.cache = decode(self.source, "train", recipe.data, fabric.device, progress, recipe.data.cache_size)
         self.probe = None
         progress.say(f"{len(self.source)} images in {self.source.place}")
         lacks = None if self.classes else "labels"

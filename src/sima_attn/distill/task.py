@@ -118,8 +118,11 @@ class Linearization(Task):
             self.mixup = create_mixup(recipe.augment, len(classes), self.share.piece)
         self.caches: dict[Source, Cache] = {}
         if recipe.data.cache:
-            for split, source in (("train", self.source), ("val", self.val)):
-                self.caches[source] = decode(source, split, recipe.data, fabric.device, progress)
+            for split, source, side in (
+                ("train", self.source, recipe.data.cache_size),
+                ("val", self.val, None),
+            ):
+                self.caches[source] = decode(source, split, recipe.data, fabric.device, progress, side)
         self.teacher = teacher.eval().requires_grad_(False).to(fabric.device)
         seed_everything(recipe.run.seed)
         self.model = build_student(teacher, recipe.model, str(recipe.model.attention)).to(fabric.device)

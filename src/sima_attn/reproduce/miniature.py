@@ -228,7 +228,14 @@ def miniature_recipe(run: MiniatureRun, data: str, on_gpu: bool) -> Recipe:
         schedule=replace(
             base.schedule, epochs=run.epochs, warmup_epochs=min(base.schedule.warmup_epochs, max(1, run.epochs // 5))
         ),
-        run=replace(base.run, seed=run.seed, compile=on_gpu, checkpoint_minutes=1.0),
+        run=replace(
+            base.run,
+            seed=run.seed,
+            compile=on_gpu,
+            cuda_graph=on_gpu,
+            eval_epochs=max(1, run.epochs // 12),
+            checkpoint_minutes=1.0,
+        ),
     )
     return with_overrides(recipe, run.settings)
 

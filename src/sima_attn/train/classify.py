@@ -82,7 +82,7 @@ class Classification(Task):
         self.broken, self.broken_val = BrokenImages(self.source, progress.say), BrokenImages(self.val, progress.say)
         self.cache = self.val_cache = None
         if recipe.data.cache:
-            self.cache = decode(self.source, "train", recipe.data, fabric.device, progress)
+            self.cache = decode(self.source, "train", recipe.data, fabric.device, progress, recipe.data.cache_size)
             self.val_cache = decode(self.val, "val", recipe.data, fabric.device, progress)
 
     def build_model(self) -> nn.Module:
