@@ -49,7 +49,7 @@ class CompilingLauncher:
             elif isinstance(value, torch.Tensor):
                 types[name] = POINTERS[value.dtype]
             else:
-                types[name] = "fp32" if isinstance(value, float) else "i32"
+                types[name] = "fp64" if isinstance(value, float) else "i32"  # as torch.compile passes them
             if types[name].startswith("*") or (types[name] == "i32" and value % 16 == 0):
                 aligned[(i,)] = [["tt.divisibility", 16]]  # 16 bytes at once: without it nothing is fetched ahead
         types |= dict.fromkeys(constants, "constexpr")

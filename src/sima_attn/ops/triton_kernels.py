@@ -37,6 +37,7 @@ import triton
 import triton.language as tl
 
 from sima_attn.ops.triton_parts import (
+    as_float32,
     add_few_shares,
     add_shares,
     at_head,
@@ -85,6 +86,7 @@ def forward_head(
     Each program of a head computes W from all tokens by itself: while few programs run, reading them again from the
     cache takes less time than a second launch.
     """
+    gain, eps = as_float32(gain, eps)
     head, group, part_v = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b = head // H
     d, e = tl.arange(0, BLOCK_D), part_v * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -137,6 +139,7 @@ def backward_head(
     WHOLE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ, dK and dV of one head. WHOLE: all queries fit one tile, so q and dO are read once."""
+    gain, eps = as_float32(gain, eps)
     head = tl.program_id(0)
     b = head // H
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
@@ -225,6 +228,7 @@ def finish_forward(
     KIND: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of W = diag(s) K^T V, and their norms. For relu2 the sums of the shares, without a scale."""
+    gain, eps = as_float32(gain, eps)
     head = tl.program_id(0)
     d, e = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_V)
     first, step = matrix_row(shares, head, D, DV), heads * (D * DV + 2 * D)
@@ -243,6 +247,7 @@ def apply_forward(
     SPLITS: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """O = Q W for `tiles` tiles of tokens. SPLITS: add that many shares first; 0: W is in `state` already."""
+    gain, eps = as_float32(gain, eps)
     head, part_v = tl.program_id(0), tl.program_id(2)
     # From the last token backwards: the cache still holds the tokens that were read last.
     group = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -273,6 +278,7 @@ def finish_backward(
     D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of Z = diag(s) A, and their t/|Q|_1 and t/|K|_1, 0 where the norm is below eps."""
+    gain, eps = as_float32(gain, eps)
     head = tl.program_id(0)
     d, e = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_V)
     first, step = matrix_row(shares, head, D, DV), heads * (D * DV + 2 * D)
@@ -307,6 +313,7 @@ def apply_backward(
 
     SPLITS: add that many shares of A first, which needs BLOCK_C = BLOCK_D = BLOCK_V; 0: Z is in `sums` already.
     """
+    gain, eps = as_float32(gain, eps)
     head, part = tl.program_id(0), tl.program_id(2)
     group = tl.num_programs(1) - 1 - tl.program_id(1)  # backwards, as in apply_forward
     b = head // H
@@ -353,6 +360,7 @@ def attend(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """O = (Q diag(s) K^T) V of a head whose tokens all fit one tile. KEEP: `state` gets the norms, without a matrix."""
+    gain, eps = as_float32(gain, eps)
     head = tl.program_id(0)
     b = head // H
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
@@ -379,6 +387,7 @@ def attend_backward(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ, dK and dV of a head whose tokens all fit one tile, through P = Q diag(s) K^T and dP = dO V^T."""
+    gain, eps = as_float32(gain, eps)
     head = tl.program_id(0)
     b = head // H
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)

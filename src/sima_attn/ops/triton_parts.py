@@ -153,6 +153,12 @@ def output_tile(q_tile, w, z, eps, KIND: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def as_float32(gain, eps):
+    """Both as float32: torch.compile passes them as float64, and so would be all that is computed with them."""
+    return gain.to(tl.float32), eps.to(tl.float32)
+
+
+@triton.jit
 def scaled_rows(x, norm_q, norm_k, gain, eps):
     """diag(s) x [D, DV] with s = gain / (|Q|_1 |K|_1).
 
