@@ -41,7 +41,7 @@ from sima_attn.train.recipes import Optim, Recipe, Run
 
 SUBSET, SMALL = "subset", 5000  # images, as many of each class as it has a part of all
 SCRATCH_LR = 1e-3
-GPU_SETTINGS = ("run.cuda_graph=true",)
+GPU_SETTINGS = ("run.cuda_graph=true", "run.compile=true")
 
 
 @dataclass(frozen=True)

@@ -31,12 +31,19 @@ HOPPER = triton_tiles.Chip(multiprocessors=132, shared_memory=232448)
 
 
 class CompilingLauncher:
-    """Compiles what it is to launch."""
+    """Compiles what it is to launch.
+
+    Args:
+        found: Where the results go.
+        case: The inputs, for the name.
+        float_type: Of numbers such as eps: "fp64" as torch.compile compiles them, or "constexpr" as it reads the kernel
+            before, to find what is written (torch 2.11).
+    """
 
     called_from_python = True
 
-    def __init__(self, found: dict[str, list[int]], case: str) -> None:
-        self.found, self.case = found, case
+    def __init__(self, found: dict[str, list[int]], case: str, float_type: str) -> None:
+        self.found, self.case, self.float_type = found, case, float_type
 
     def empty(self, *shape, dtype=torch.float32):
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -48,8 +55,12 @@ class CompilingLauncher:
                 types[name], constants[name] = "constexpr", None
             elif isinstance(value, torch.Tensor):
                 types[name] = POINTERS[value.dtype]
+            elif isinstance(value, float):
+                types[name] = self.float_type
+                if self.float_type == "constexpr":
+                    constants[name] = value
             else:
-                types[name] = "fp64" if isinstance(value, float) else "i32"  # as torch.compile passes them
+                types[name] = "i32"
             if types[name].startswith("*") or (types[name] == "i32" and value % 16 == 0):
                 aligned[(i,)] = [["tt.divisibility", 16]]  # 16 bytes at once: without it nothing is fetched ahead
         types |= dict.fromkeys(constants, "constexpr")
@@ -85,15 +96,18 @@ def main() -> None:
             "masked": read_inputs(qkv.permute(2, 0, 3, 1, 4).unbind(0), mask, mask, gains, 1.0, 1e-12),
         }
         for way, inputs in ways.items():
-            launcher = CompilingLauncher(found, f"{case} {way}")
+            launcher = CompilingLauncher(found, f"{case} {way}", "fp64" if way == "masked" else "constexpr")
             _, state = forward(launcher, inputs, order=order, keep=True)
             backward(launcher, inputs, do, state, order=order)
             if (B, N) == (128, 500):
                 launcher.case += " of a part"
                 _, state = forward_of_part(launcher, inputs, sums_of_part(launcher, inputs))
                 backward_of_part(launcher, inputs, do, state, gradient_sums_of_part(launcher, inputs, do, state))
-    for B, N, D, dtype in ((8, 4096, 80, torch.float16), (1, 196, 64, torch.bfloat16)):
-        launcher = CompilingLauncher(found, f"relu2 {B}x{N}x{D} {dtype}")
+    for B, N, D, dtype, float_type in (
+        (8, 4096, 80, torch.float16, "fp64"),
+        (1, 196, 64, torch.bfloat16, "constexpr"),
+    ):
+        launcher = CompilingLauncher(found, f"relu2 {B}x{N}x{D} {dtype}", float_type)
         v, do = torch.empty(2, B, 6, N, D, dtype=dtype, device="meta")
         inputs = read_inputs((v, v, v), None, None, None, 1.0, 1e-6, kind="relu2")
         _, state = forward(launcher, inputs, order="kv", keep=True)

@@ -155,7 +155,7 @@ def output_tile(q_tile, w, z, eps, KIND: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit
 def as_float32(gain, eps):
     """Both as float32: torch.compile passes them as float64, and so would be all that is computed with them."""
-    return gain.to(tl.float32), eps.to(tl.float32)
+    return tl.cast(gain, tl.float32), tl.cast(eps, tl.float32)
 
 
 @triton.jit

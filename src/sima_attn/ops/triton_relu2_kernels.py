@@ -54,7 +54,7 @@ def relu2_sums_backward(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One share of A and c, summed over its part of the queries, and r and u of these queries."""
-    eps = eps.to(tl.float32)  # see as_float32
+    eps = tl.cast(eps, tl.float32)  # see as_float32
     head, split = tl.program_id(0), tl.program_id(1)
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     n = tl.arange(0, BLOCK_N)
