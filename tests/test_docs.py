@@ -213,6 +213,7 @@ def tables_of_rows() -> list[tuple[str, str, str]]:
     from finetune_cifar import CifarRow, cifar_table
     from gigapixel import GigapixelRow, gigapixel_table
     from knn_search import KnnSpeedRow, knn_speed_table
+    from linearize_mini import MiniRow, mini_table
     from linearize_real import RealRow, SpeedRow, real_table, speed_table
     from sima_attn.bench.call_overhead import CallOverheadRow
     from sima_attn.bench.cores import FORWARD, TRAINING
@@ -252,6 +253,7 @@ def tables_of_rows() -> list[tuple[str, str, str]]:
     cpu_cores = [cpu_table(cpu, 1, direction) for direction in (FORWARD, TRAINING)]
     detect_cpu = detect_table(rows("detect_cpu.csv", DetectSpeedRow))
     linearized = real_table(rows("linearize_real.csv", RealRow))
+    students = mini_table(rows("linearize_mini.csv", MiniRow))
     cifar = cifar_table(rows("finetune_cifar.csv", CifarRow))
     miniature = results_table(rows("miniature.csv", ResultRow))
     gigapixel = rows("gigapixel.csv", GigapixelRow)
@@ -291,6 +293,8 @@ def tables_of_rows() -> list[tuple[str, str, str]]:
             for name in ("linearize_speed.csv", "linearize_onnx.csv")
         ),
         (notes, "linearize_real.csv", linearized),
+        ("docs/linearize.md", "linearize_mini.csv", without(students, "teacher", "target", "seconds")),
+        (notes, "linearize_mini.csv", without(students, "teacher")),
         ("docs/finetune.md", "finetune_cifar.csv", without(cifar, "seconds")),
         *(
             ("docs/gigapixel.md", "gigapixel.csv", gigapixel_table([r for r in gigapixel if bool(r.threads) == on_cpu]))
