@@ -37,9 +37,9 @@ import triton
 import triton.language as tl
 
 from sima_attn.ops.triton_parts import (
-    as_float32,
     add_few_shares,
     add_shares,
+    as_float32,
     at_head,
     backward_sums,
     features,
