@@ -269,6 +269,19 @@ def test_names_with_brackets_are_printed_as_they_are(capsys):
         assert name + what in output
 
 
+def test_a_table_that_is_wider_than_the_terminal_loses_no_digit(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "60")
+    shared = runpy.run_path(inspect.getfile(print_table))  # the width is read at import
+    names = [f"sima_model_number_{i}_of_a_long_family" for i in range(3)]
+    lines = [[name, *(str(10**7 + i * column) for column in range(1, 5))] for i, name in enumerate(names)]
+    shared["print_table"](TextTable(["model", *["parameters of a column"] * 4], lines), title="narrow")
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 60
+    assert "…" not in printed
+    for _, *numbers in lines:
+        assert all(number in printed for number in numbers)
+
+
 def test_a_wide_table_is_whole_where_the_output_is_not_a_terminal(monkeypatch, capsys):
     monkeypatch.delenv("COLUMNS")
     shared = runpy.run_path(inspect.getfile(print_table))  # the width is read at import
@@ -315,7 +328,7 @@ def test_make_writes_the_committed_rows_of_every_benchmark():
         (("edge", "--threads", "1", "--threads", "0"), "greater than or equal to 1"),
         (("edge", "--model", "xcit_mini", "--size", "64", "--size", "2"), "xcit_mini takes images of 4 px or more"),
         (("model", "--model", "deit", "--model", "cvt"), "the model 'cvt'; choose from: deit, xcit"),
-        (("model", "--pixels", "224", "--pixels", "100"), "the image side 100; choose from: 224, 512"),
+        (("model", "--size", "224", "--size", "100"), "the image side 100; choose from: 224, 512"),
         (("gpu", "--shape", "1,2,3"), "the shape '1,2,3'; choose from: 256,196,6,64"),
     ],
 )

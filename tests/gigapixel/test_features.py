@@ -227,6 +227,7 @@ def test_two_processes_do_not_write_one_output(photo, tmp_path):
         ({"tile": 0}, "tile must be 1 token or more, got 0"),
         ({"token_ref": "test"}, "token_ref must be None or 'train', got 'test'"),
         ({"store": "tape"}, "unknown store 'tape'"),
+        ({"model": "deit_tiny_patch16_224"}, "model must be a module, such as sima_attn.load"),
         ({"preprocessing": None, "model": torch.nn.Identity()}, "Identity has no timm configuration"),
         ({"out": "folder.zarr"}, "exists, and `sima features` has not written it"),
         ({"out": "foreign.zarr"}, "exists, and `sima features` has not written it"),

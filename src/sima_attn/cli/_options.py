@@ -57,7 +57,7 @@ def file_or_folder(kind: str, help: str, **options: Any) -> Any:
 RowsFile = Annotated[Path, file("csv", "CSV file for the rows.")]
 FigureFile = Annotated[Path, file("png", "PNG file for the figure.")]
 Threads = Annotated[list[int], Option(help="Thread counts; repeat for several.", min=1)]
-Pixels = Annotated[list[int] | None, Option(help="Image sides; repeat for several. Default: all.", min=1)]
+Sizes = Annotated[list[int] | None, Option(help="Image sides; repeat for several. Default: all.", min=1)]
 Seconds = Annotated[float, Option(help="Time for each group of measurements.", min=0.0)]
 
 Device = Annotated[str, Option(help="auto, cpu or cuda.")]

@@ -1,11 +1,14 @@
 """Output that several commands share."""
 
 import os
-from collections.abc import Callable, Mapping
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
@@ -48,13 +51,30 @@ def step_callback(bar: Progress, what: str) -> Callable[[int, int], None]:
 
 
 def print_table(text: "TextTable", title: str, caption: str | None = None) -> None:
-    """A table of strings as a table of the terminal."""
-    table = Table(title=title, caption=caption)
-    for column, heading in enumerate(text.header):
-        table.add_column(heading, justify="right" if column else "left", no_wrap=True)
+    """A table of strings as a table of the terminal. One that is too wide has broken lines, but all of its numbers."""
+    table = _to_rich(text, text.header, title=title, caption=caption)
+    if _width_of(table) > console.width:
+        lengths = [max(map(len, column), default=0) for column in zip(*text.lines, strict=True)]
+        header = [
+            textwrap.fill(heading, max(6, length), break_long_words=False)
+            for heading, length in zip(text.header, lengths, strict=True)
+        ]
+        table = _to_rich(text, header, title=title, caption=caption, box=box.SIMPLE_HEAD, pad_edge=False)
+    console.print(table, soft_wrap=False)
+
+
+def _to_rich(text: "TextTable", header: Sequence[str], **options: Any) -> Table:
+    table = Table(**options)
+    for column, heading in enumerate(header):
+        table.add_column(heading, justify="right" if column else "left", overflow="fold")
     for i, line in enumerate(text.lines):
         table.add_row(*line, style="bold green" if i in text.bold else None)
-    console.print(table, soft_wrap=False)
+    return table
+
+
+def _width_of(table: Table) -> int:
+    """The width at which no cell is broken."""
+    return Measurement.get(console, console.options.update(max_width=10_000), table).maximum
 
 
 def print_recipes(recipes: Mapping[str, Callable[[], object]]) -> None:

@@ -132,7 +132,7 @@ def bench_model_command(
         list[str] | None, Option(help="eager, compile, reduce-overhead or graph; repeat for several. Default: all.")
     ] = None,
     direction: Annotated[list[str] | None, Option(help="inference, training; repeat. Default: both.")] = None,
-    pixels: option.Pixels = None,
+    size: option.Sizes = None,
     batch: Annotated[list[int] | None, Option(help="Batch sizes; repeat for several. Default: all.", min=1)] = None,
     update: Update = False,
     seconds: option.Seconds = 2.0,
@@ -142,7 +142,7 @@ def bench_model_command(
     from sima_attn.bench.tables import model_table, step_table, targets_table
     from sima_attn.report.cuda_timing import check_cuda
 
-    cases = select_cases(models=model, modes=mode, directions=direction, pixels=pixels, batches=batch)
+    cases = select_cases(models=model, modes=mode, directions=direction, pixels=size, batches=batch)
     check_cuda()
     old = read_rows(out, ModelSpeedRow) if update and out.exists() else []
 

@@ -151,7 +151,7 @@ def bench_detect_command(
     out: Annotated[
         Path | None, option.file("csv", "CSV file for the rows.", show_default="runs/bench/detect_DEVICE.csv")
     ] = None,
-    pixels: option.Pixels = None,
+    size: option.Sizes = None,
     no_masks: Annotated[bool, Option("--no-masks", help="Time Faster R-CNN instead of Mask R-CNN.")] = False,
     device: option.Device = "auto",
     seconds: option.Seconds = 2.0,
@@ -161,9 +161,9 @@ def bench_detect_command(
 
     device = resolve_device(device)
     file = out or option.BENCH_FOLDER / f"detect_{device}.csv"
-    total = len(TWINS) * len(pixels or PIXELS[device])
+    total = len(TWINS) * len(size or PIXELS[device])
     rows = bench.measure(
-        lambda show: bench_detect(device, pixels=pixels, seconds=seconds, masks=not no_masks), file, total
+        lambda show: bench_detect(device, pixels=size, seconds=seconds, masks=not no_masks), file, total
     )
     print_table(detect_table(rows), f"one image, {rows[0].precision}, {rows[0].device}")
     bench.print_paths(rows=file)

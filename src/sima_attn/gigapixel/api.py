@@ -118,6 +118,8 @@ def features(
     target = None if out is None else Path(out)
     _check_image(image, target)
     _check_options(target, dtype, tile, token_ref)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a module, such as sima_attn.load(FOLDER) returns, got {model!r}")
     model = getattr(model, "_orig_mod", model)  # the module inside torch.compile
     how = preprocessing or Preprocessing.of_model(model)
     if how is None:
