@@ -152,6 +152,14 @@ def test_the_auto_classes_load_it_wherever_the_whole_model_is_marked(name, tmp_p
     assert config.model_type == type(model).config_class.model_type  # in memory it is that of the family
 
 
+def test_the_base_class_of_configurations_reads_it_as_trainer_does(tmp_path):
+    model, _, _ = converted("vit_classifier")
+    model.save_pretrained(tmp_path)
+    config = transformers.PreTrainedConfig.from_json_file(tmp_path / "config.json")
+    assert isinstance(config, type(model.config))
+    assert config.transformers_version == transformers.__version__
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_no_other_way_loads_it(name, tmp_path, caplog):
     model, part, auto = converted(name)

@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import cache, partial, reduce
+from functools import cache, partial, reduce, wraps
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -105,6 +105,22 @@ class SavedConfig(PretrainedConfig):
 
 
 AutoConfig.register(MODEL_TYPE, SavedConfig, exist_ok=True)
+
+
+def _let_trainer_resume() -> None:
+    """Let the base class of all configurations read a sealed file: `Trainer` asks it for the version in a checkpoint."""
+    read = PretrainedConfig.from_json_file.__func__  # type: ignore[attr-defined]
+
+    @wraps(read)
+    def from_json_file(cls: Any, json_file: Any) -> Any:
+        entries = cls._dict_from_json_file(json_file)
+        is_sealed = cls is PretrainedConfig and entries.get("model_type") == MODEL_TYPE
+        return SavedConfig.from_dict(entries) if is_sealed else read(cls, json_file)
+
+    PretrainedConfig.from_json_file = classmethod(from_json_file)  # type: ignore[assignment]
+
+
+_let_trainer_resume()
 
 
 class ConvertedModel(Mixin):
