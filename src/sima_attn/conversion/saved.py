@@ -108,7 +108,7 @@ AutoConfig.register(MODEL_TYPE, SavedConfig, exist_ok=True)
 
 
 def _let_trainer_resume() -> None:
-    """Let the base class of all configurations read a sealed file: `Trainer` asks it for the version in a checkpoint."""
+    """Let the base class of configurations read a sealed file: `Trainer` asks it for the version in a checkpoint."""
     read = PretrainedConfig.from_json_file.__func__  # type: ignore[attr-defined]
 
     @wraps(read)
