@@ -85,6 +85,16 @@ def test_any_input_size_and_feature_maps(name):
     assert maps.shape == (2, 192, 8, 12)
 
 
+@pytest.mark.parametrize("attention", ["sima", "xca"])
+def test_the_tokens_of_an_xcit_lie_in_memory_token_by_token(attention):
+    """Otherwise every layer norm copies them."""
+    model, strides = build(XCIT, attention=attention, depth=2), []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda module, inputs: strides.append(inputs[0].stride()))
+    model(images())
+    assert set(strides) == {(256 * 192, 192, 1)}
+
+
 def test_without_lpi_no_convolution_is_left_but_the_stem():
     kinds = [n for n, m in build(XCIT, lpi=False).named_modules() if isinstance(m, torch.nn.Conv2d)]
     assert all(n.startswith(("patch_embed", "pos_embed")) for n in kinds)

@@ -11,11 +11,13 @@ from typing import Any
 
 import timm
 import torch
+from timm.models.xcit import Xcit
 from torch import Tensor, nn
 
 from sima_attn.bench.selection import select
 from sima_attn.models.compiled import compile_blocks
 from sima_attn.models.patch_embed import ProductPatchEmbed
+from sima_attn.models.xcit import ContiguousTokens
 from sima_attn.report.cuda_timing import check_cuda, peak_mib, time_calls, time_graphs
 from sima_attn.report.rows import provenance_columns
 
@@ -39,8 +41,15 @@ class Twins:
         """The name for `sima bench model --model`."""
         return self.timm_name.partition("_")[0]
 
+    def build(self, attention: str) -> Any:
+        """The model with this attention. Both have the stem of this package, so that only the attentions differ."""
+        model: Any = timm.create_model(self.sima_name if attention == "sima" else self.timm_name, **self.options)
+        if isinstance(model, Xcit):
+            model.pos_drop = ContiguousTokens()
+        return model
 
-# Both twins have the patch embedding of this package: timm's convolution takes 2 ms of a step at 512 px and more.
+
+# timm's convolution takes 2 ms of a step at 512 px and more.
 VIT_OPTIONS = {"dynamic_img_size": True, "embed_layer": ProductPatchEmbed}
 TWINS = (
     Twins("softmax", "deit_small_patch16_224", "sima_deit_small_patch16_224", VIT_OPTIONS),
@@ -179,8 +188,7 @@ def _bench_build(
     torch.compiler.reset()  # otherwise the second size would be compiled with dynamic shapes
     names = {pair.attention: pair.timm_name, "sima": pair.sima_name}
     steps = {
-        attention: create_step(timm.create_model(name, **pair.options).to(DEVICE), mode, images, labels, direction)
-        for attention, name in names.items()
+        attention: create_step(pair.build(attention).to(DEVICE), mode, images, labels, direction) for attention in names
     }
     peaks = {attention: peak_mib(step, warmup=3) for attention, step in steps.items()}
     if mode == REDUCE_OVERHEAD:  # its graphs keep the memory between steps

@@ -64,6 +64,7 @@ class SimXcit(Xcit):
             drop_rate=drop_rate,
             **kwargs,
         )
+        self.pos_drop = ContiguousTokens(self.pos_drop.p)
         trained_tokens = (self.trained_px // patch_size) ** 2
         layer = choose_attention(
             attention,
@@ -90,6 +91,18 @@ class SimXcit(Xcit):
                     token_ref=class_ref,
                 )
         self.apply(self._init_weights)
+
+
+class ContiguousTokens(nn.Dropout):
+    """Dropout of tokens [B, N, C], which then lie in memory token by token.
+
+    The convolutional stem leaves them channel by channel, and the residual connections would keep them so: every layer
+    norm would have to copy them.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens [B, N, C] -> tokens [B, N, C]."""
+        return super().forward(x.contiguous())
 
 
 class BlockWithoutLpi(nn.Module):
