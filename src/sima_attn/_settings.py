@@ -165,9 +165,9 @@ def flat(settings: Any, prefix: str = "") -> dict[str, Any]:
     return out
 
 
-# Settings that may differ when a run is resumed: none of them changes the weights. Images may have been moved; the
-# checkpoint records their number and classes, which are compared instead of the path.
-MAY_CHANGE = {"data.path", "data.workers", "run.checkpoint_minutes", "run.checkpoint_steps"}
+# Settings that may differ when a run is resumed: none of them changes the weights. Images and the teacher may have been
+# moved; the checkpoint has the weights of the teacher, and the number and classes of the images, which are compared.
+MAY_CHANGE = {"data.path", "teacher.path", "data.workers", "run.checkpoint_minutes", "run.checkpoint_steps"}
 MAY_CHANGE |= {"run.timeout_minutes", "report.speed", "report.photos"}
 
 

@@ -84,6 +84,9 @@ ModelOrRun = Annotated[str, Option(help=MODEL)]  # for commands with a default o
 Detector = Annotated[str, Option(help="The folder of a run of `sima detect train`, a checkpoint or weights.")]
 Weights = Annotated[Path | None, Option(help="File of weights for a model name: .safetensors or .pth.")]
 Data = Annotated[str | None, Option(help="Folder of the images, or digits. Default: the recipe's.")]
+Teacher = Annotated[
+    str | None, Option(metavar="TEACHER", help="A trained classifier of the same classes, to learn from too.")
+]
 HeldOut = Annotated[
     float | None, Option("--val", metavar="PART", help="Hold out this part of each class as val images, e.g. 0.2.")
 ]

@@ -120,6 +120,8 @@ def ship_command(
     with Console(stderr=True).status("evaluating"):
         result = evaluate(loaded, data or recipe.data.path, device=device, say=console.print)
     settings["data"]["path"] = where.name  # not the path on this machine
+    if recipe.teacher.path is not None:
+        settings["teacher"]["path"] = Path(recipe.teacher.path).name
     card = Card(
         classes=loaded.classes or [],
         words=class_words(where),

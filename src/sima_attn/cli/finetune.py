@@ -34,6 +34,7 @@ def finetune_command(
     freeze: Annotated[str | None, Option(help="backbone or all-but-attention: weights that keep their values.")] = None,
     lr: Annotated[float | None, Option(help="Learning rate of the classifier.", show_default="5e-4")] = None,
     val: option.HeldOut = None,
+    teacher: option.Teacher = None,
     overrides: option.Settings = None,
     resume: option.Resume = False,
     device: option.Device = "auto",
@@ -56,7 +57,10 @@ def finetune_command(
         freeze=freeze,
         lr=lr,
         val=val,
-        overrides=[*(overrides or []), *([f"run.precision={precision}"] if precision else [])],
+        overrides=[
+            *(overrides or []),
+            *(f"{name}={value}" for name, value in (("run.precision", precision), ("teacher.path", teacher)) if value),
+        ],
         resume=resume,
         device=device,
     )

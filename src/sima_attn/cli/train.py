@@ -100,6 +100,7 @@ def train_command(
     data: option.Data = None,
     val: option.HeldOut = None,
     out: option.RunFolder = None,
+    teacher: option.Teacher = None,
     overrides: option.Settings = None,
     resume: option.Resume = False,
     device: option.Device = "auto",
@@ -116,7 +117,7 @@ def train_command(
 
     check_resumable(out, recipe, resume, data)
     folder = out or Path("runs") / (recipe or "digits")
-    options: dict[str, Any] = {"data.path": data, "data.val": val, "run.precision": precision}
+    options: dict[str, Any] = {"data.path": data, "data.val": val, "run.precision": precision, "teacher.path": teacher}
     options |= {"run.compile": compile_, "run.cuda_graph": cuda_graph, "run.mesh": mesh, "run.strategy": strategy}
     choose = partial(choose_classifier, device=resolve_device(device))
     chosen = resolved(named_recipe, recipe, "digits", folder, resume, overrides, options, choose)

@@ -36,6 +36,7 @@ from sima_attn.train.mesh import batch_share, seed_dropout, split_over_mesh
 from sima_attn.train.recipes import Recipe
 from sima_attn.train.start import train_task, with_possible_batch
 from sima_attn.train.task import RunSummary, Task
+from sima_attn.train.teacher import Teacher
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -78,6 +79,9 @@ class Classification(Task):
         hint = f"change data.size, or set model.kwargs.img_size={recipe.data.size} if the model has it"
         output_at(self.model, recipe.data.size, hint)
         self.model = split_over_mesh(self.model, recipe.run, fabric)
+        self.teacher = None
+        if recipe.teacher.path is not None:
+            self.teacher = Teacher(recipe.teacher, self.classes, recipe.data, compiled=recipe.run.compile)
         self.mixup = create_mixup(recipe.augment, len(self.classes), self.share.piece)
         self.broken, self.broken_val = BrokenImages(self.source, progress.say), BrokenImages(self.val, progress.say)
         self.cache = self.val_cache = None
@@ -117,9 +121,20 @@ class Classification(Task):
         draw_labeled(path, batch, self.source, self.recipe.data, self.recipe.augment.smoothing)
 
     def loss(self, model: Callable[..., Any], batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Cross entropy against labels, smoothed or mixed."""
+        """Cross entropy against labels, smoothed or mixed, and the difference from the teacher."""
         images, labels = batch
-        return label_loss(model(images), labels, self.recipe.augment.smoothing)
+        logits = model(images)
+        loss, numbers = label_loss(logits, labels, self.recipe.augment.smoothing)
+        if self.teacher is None:
+            return loss, numbers
+        with self.fabric.autocast():
+            teacher_loss = self.teacher.loss(logits, images)
+        weight = self.recipe.teacher.weight
+        return (1 - weight) * loss + weight * teacher_loss, {**numbers, "teacher_loss": teacher_loss}
+
+    def state(self) -> dict[str, nn.Module]:
+        """The teacher: a resumed run has the one that it started with."""
+        return {} if self.teacher is None else {"teacher": self.teacher}
 
     def about(self, recipe: Any) -> dict[str, Any]:
         """Recipe, classes and number of training images."""

@@ -1,13 +1,13 @@
 """Settings of fine-tuning, and the defaults that follow from the number of images."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 from sima_attn._settings import NonNegativeInt, Share, one_of
 from sima_attn.data.settings import Augment, Data, check_cache
 from sima_attn.models.settings import ModelSettings
-from sima_attn.train.recipes import Optim, Run, Schedule
+from sima_attn.train.recipes import Optim, Run, Schedule, TeacherSettings
 
 BACKBONE, ALL_BUT_ATTENTION = FREEZE = ("backbone", "all-but-attention")
 MOST_EPOCHS, LEAST_EPOCHS = 50, 5
@@ -45,6 +45,7 @@ class FinetuneRecipe:
     optim: Optim
     schedule: Schedule
     run: Run
+    teacher: TeacherSettings = field(default_factory=TeacherSettings)
 
     def check_relations(self) -> None:
         """Raise where settings of different groups exclude each other."""

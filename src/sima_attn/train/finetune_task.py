@@ -154,8 +154,8 @@ class Finetuning(Classification):
         return bool(patience) and self.best.waited >= patience
 
     def state(self) -> dict[str, nn.Module]:
-        """The best weights."""
-        return {"best": self.best}
+        """The best weights, and the teacher."""
+        return {**super().state(), "best": self.best}
 
     def about(self, recipe: FinetuneRecipe) -> dict[str, Any]:
         """As of any classifier, and what else is needed to build the model."""

@@ -156,6 +156,22 @@ class Run:
 
 
 @dataclass(frozen=True)
+class TeacherSettings:
+    """A teacher and its part of the loss.
+
+    Attributes:
+        path: The run of a trained classifier of the same classes, or any other model that `sima eval` takes; None: the
+            student learns from the labels alone.
+        weight: Of the teacher's loss; that of the labels has the rest.
+        temperature: Divides the logits of both: above 1, small probabilities count more.
+    """
+
+    path: str | None = None
+    weight: Probability = 0.5
+    temperature: PositiveFloat = 1.0
+
+
+@dataclass(frozen=True)
 class Recipe:
     """A classification run."""
 
@@ -167,6 +183,7 @@ class Recipe:
     optim: Optim
     schedule: Schedule
     run: Run
+    teacher: TeacherSettings = TeacherSettings()
 
     def check_relations(self) -> None:
         """Raise where settings of different groups exclude each other."""
