@@ -170,6 +170,11 @@ class TeacherSettings:
     weight: Probability = 0.5
     temperature: PositiveFloat = 1.0
 
+    def check_relations(self) -> None:
+        """Raise for settings of a teacher that there is not."""
+        if self.path is None and self != TeacherSettings():
+            raise ValueError("teacher.weight and teacher.temperature need a teacher: give one with --teacher")
+
 
 @dataclass(frozen=True)
 class Recipe:
