@@ -1,7 +1,6 @@
 """Attentions with a convolution of v: which tokens it reaches, which grids it finds, and what models see of it."""
 
 import itertools
-import shutil
 
 import pytest
 import timm
@@ -11,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from closeness import assert_close
+from cpp_compiler import needs_cpp
 from sima_attn.auditing import assert_exp_free
 from sima_attn.nn import ATTENTIONS, SimAttention, SimLocalAttention, create_attention, follow_image_grid
 from sima_attn.nn.grid import token_layout
@@ -259,7 +259,7 @@ def test_one_compiled_module_serves_several_image_sizes(name):
 
 
 @every
-@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="needs a C++ compiler")
+@needs_cpp
 def test_a_model_compiles_with_inductor(name):
     torch._dynamo.reset()
     model = vit(attn_layer=type(build(name)), depth=1, dynamic_img_size=True)

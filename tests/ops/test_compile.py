@@ -1,11 +1,10 @@
 """torch.compile and torch.export take the operator whole."""
 
-import shutil
-
 import pytest
 import torch
 
 from closeness import assert_close
+from cpp_compiler import needs_cpp
 from sima_attn.ops import sima_attention
 
 
@@ -55,7 +54,7 @@ def test_masks_compile_and_gradients_flow():
     assert_close(grads[0], grads[1])
 
 
-@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="needs a C++ compiler")
+@needs_cpp
 def test_inductor_gives_the_same_numbers():
     compiled = torch.compile(sima_attention, fullgraph=True)
     q, k, v = qkv(20, 20, dtype=torch.bfloat16)

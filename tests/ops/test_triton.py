@@ -1,12 +1,11 @@
 """The fused kernels: through Triton's interpreter without a GPU, on the GPU with larger shapes where there is one."""
 
-import shutil
-
 import pytest
 import torch
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cpp_compiler import HAS_CPP
 from recorder import Recorder
 from sima_attn.nn import Relu2Attention, SimAttention
 from sima_attn.ops import (
@@ -348,7 +347,7 @@ def test_compiles_without_a_graph_break(path):
     assert error(torch.autograd.grad(compiled(x), x)[0], expected.double()) < 1e-4
 
 
-@pytest.mark.skipif(not (CUDA or shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
+@pytest.mark.skipif(not (CUDA or HAS_CPP), reason="needs a C++ compiler")
 def test_inductor_compiles_masks():
     """Of torch 2.11, on any device, Inductor cannot view a mask as bytes."""
     torch._dynamo.reset()

@@ -1,5 +1,7 @@
 """The recipe that images get without --recipe, and batches larger than the data."""
 
+from shlex import quote
+
 import pytest
 from typer.testing import CliRunner
 
@@ -38,7 +40,7 @@ def test_small_images_and_photos_are_never_shrunk_to_digits(tmp_path):
         "24 images of about 18 px in 3 classes: the recipe is shipped (64 px, 100 epochs, batch 8)"
     )
     assert "--recipe" in notes[0]
-    assert notes[-1] == f"to start from a trained model instead: `sima finetune --data {small}`"
+    assert notes[-1] == f"to start from a trained model instead: `sima finetune --data {quote(str(small))}`"
     for i in range(4):
         (tmp_path / "photos" / f"class{i % 2}").mkdir(parents=True, exist_ok=True)
         picture(i, size=(140, 200)).save(tmp_path / "photos" / f"class{i % 2}" / f"{i}.png")

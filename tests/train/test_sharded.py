@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from shlex import quote
 
 import pytest
 import torch
@@ -79,7 +80,7 @@ def test_killed_and_resumed_by_fewer_processes(data, tmp_path):
     assert_same_state(dict(load_model(out).model.state_dict()), unfinished["model"])
     said = log.read_text()
     assert "has lost another process of the run, which has died or has not answered for 10 minutes" in said
-    assert f"resume with: torchrun --nproc-per-node=2 -m sima_attn.cli train --out {out} --resume" in said
+    assert f"resume with: torchrun --nproc-per-node=2 -m sima_attn.cli train --out {quote(str(out))} --resume" in said
     train_classifier(recipe, out, resume=True, device="cpu", quiet=True)
     train_classifier(recipe, tmp_path / "whole", device="cpu", quiet=True)
     assert losses(out) == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)

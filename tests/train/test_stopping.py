@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from shlex import quote
 
 import pytest
 import typer
@@ -91,7 +92,9 @@ def test_when_one_process_is_signalled_all_stop_after_the_same_step(tmp_path):
         assert forked.train_in_two(log, train_classifier, recipe, out, **options) == codes, log.read_text()
     said = log.read_text()
     assert "stopped by SIGTERM after step 3 of 6" in said  # of step 2, agreed on with the numbers of step 3
-    assert f"resume with: torchrun --nproc-per-node=2 -m sima_attn.cli train --out {stopped} --resume" in said
+    assert (
+        f"resume with: torchrun --nproc-per-node=2 -m sima_attn.cli train --out {quote(str(stopped))} --resume" in said
+    )
     assert_same_state(*(load_newest(folder / "checkpoints") for folder in (whole, stopped)))
     assert logged(whole, "train") == logged(stopped, "train")
 
@@ -154,7 +157,7 @@ def test_a_signal_after_the_last_step_says_how_to_resume(tmp_path, monkeypatch, 
         with pytest.raises(RunInterrupted):
             train_classifier(recipe, tmp_path / "run", device="cpu")
     lines = [line for line in capsys.readouterr().err.splitlines() if line]
-    resume_line = f"resume with: sima train --out {tmp_path / 'run'} --resume --device cpu"
+    resume_line = f"resume with: sima train --out {quote(str(tmp_path / 'run'))} --resume --device cpu"
     assert lines[-2:] == ["stopped by SIGTERM; there is nothing to save", resume_line]
     train_classifier(recipe, tmp_path / "run", resume=True, device="cpu", quiet=True)
     assert (tmp_path / "run" / "weights.safetensors").is_file()
@@ -176,7 +179,7 @@ def test_every_kind_of_run_names_its_own_command(tmp_path, monkeypatch, start):
 
 def test_the_command_of_several_processes_starts_as_many(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    options = f"-m sima_attn.cli dino --out {tmp_path} --resume"
+    options = f"-m sima_attn.cli dino --out {quote(str(tmp_path))} --resume"
     assert resume_command("dino", tmp_path, "auto", 4) == f"torchrun --nproc-per-node=4 {options}"
     several = resume_command("dino", tmp_path, "auto", 8)
     assert several == f"torchrun --nnodes=2 --nproc-per-node=4 {options} (and its rendezvous options)"
