@@ -1,6 +1,6 @@
 """A real pretrained ViT-S/14 without softmax: features, saliency masks and speed against its teacher.
 
-    python benchmarks/linearize_real.py prepare --data ../shared/data      # CPU, once: weights and photos, 61 MB
+    python benchmarks/linearize_real.py prepare --data ../shared/data      # CPU, once: weights and photos, 101 MB
     python benchmarks/linearize_real.py run --attention relu2_wide --out wide.csv    # a GPU, 4 minutes
     python benchmarks/linearize_real.py speed --attention relu2_wide --out speed.csv # a GPU, 1 minute
     python benchmarks/linearize_real.py onnx --attention relu2_wide --out onnx.csv   # CPU
