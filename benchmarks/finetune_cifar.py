@@ -8,7 +8,7 @@ Each line makes as many steps as the defaults of `sima finetune` for that many i
 and schedule. The learning rate from scratch is one that suits it, and is the same in all layers. The softmax twin is
 the same XCiT with its own attention, XCA. Only the last weights are evaluated, so that no line is chosen by the test
 images. Each step is a run in --folder of its own, which the same command skips when it is finished and resumes when it
-was interrupted. All of them together take 4 minutes when they run side by side on one GPU.
+was interrupted. All of them together take about 10 minutes on one GPU, two at a time.
 """
 
 import shutil

@@ -222,7 +222,7 @@ def write_photos(data: Path, folder: Path) -> int:
     """Write all photos in train/ and val/; the split is always the same.
 
     Evaluation looks at the square in the middle of a photo. For training each photo is cut into the squares at its two
-    ends, so that nothing of it is lost.
+    ends, so that nothing of it is lost; the two may overlap, also where one of them is held out to choose the weights.
     """
     from PIL import Image, ImageOps
 
@@ -230,8 +230,9 @@ def write_photos(data: Path, folder: Path) -> int:
         path for name in PHOTO_FOLDERS for path in (data / name).iterdir() if path.suffix.lower() in (".jpg", ".jpeg")
     )
     held_out = set(np.random.default_rng(0).permutation(len(paths))[:HELD_OUT].tolist())
+    shutil.rmtree(folder, ignore_errors=True)  # photos of an earlier split or size
     for split in ("train", "val"):
-        (folder / split).mkdir(parents=True, exist_ok=True)
+        (folder / split).mkdir(parents=True)
     for i, path in enumerate(paths):
         image = Image.open(path).convert("RGB")
         split, limit = ("val", VAL_SIDE) if i in held_out else ("train", TRAIN_SIDE)

@@ -280,6 +280,8 @@ def test_a_table_that_is_wider_than_the_terminal_loses_no_digit(monkeypatch, cap
     assert "…" not in printed
     for _, *numbers in lines:
         assert all(number in printed for number in numbers)
+    shared["print_table"](TextTable(["parameters of a column"] * 5, []), title="empty")
+    assert "empty" in capsys.readouterr().out
 
 
 def test_a_wide_table_is_whole_where_the_output_is_not_a_terminal(monkeypatch, capsys):

@@ -79,8 +79,7 @@ def test_without_weight_the_teacher_changes_nothing(place, tmp_path):
     assert all(torch.equal(other[name], tensor) for name, tensor in plain.items())
 
 
-def test_with_all_weight_the_labels_do_not_matter(place, tmp_path):
-    """The student comes closer to its teacher than one that learns from labels."""
+def test_with_all_weight_the_loss_is_that_of_the_teacher_and_falls(place, tmp_path):
     recipe = replace(with_teacher(place, weight=1.0), schedule=small_recipe(epochs=6).schedule)
     trained(recipe, tmp_path / "student")
     rows = read_log(tmp_path / "student" / "train.csv")

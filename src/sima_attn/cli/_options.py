@@ -85,7 +85,7 @@ Detector = Annotated[str, Option(help="The folder of a run of `sima detect train
 Weights = Annotated[Path | None, Option(help="File of weights for a model name: .safetensors or .pth.")]
 Data = Annotated[str | None, Option(help="Folder of the images, or digits. Default: the recipe's.")]
 Teacher = Annotated[
-    str | None, Option(metavar="TEACHER", help="A trained classifier of the same classes, to learn from too.")
+    str | None, Option(metavar="TEACHER", help="Also learn from this trained classifier of the same classes.")
 ]
 HeldOut = Annotated[
     float | None, Option("--val", metavar="PART", help="Hold out this part of each class as val images, e.g. 0.2.")

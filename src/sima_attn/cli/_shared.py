@@ -54,7 +54,7 @@ def print_table(text: "TextTable", title: str, caption: str | None = None) -> No
     """A table of strings as a table of the terminal. One that is too wide has broken lines, but all of its numbers."""
     table = _to_rich(text, text.header, title=title, caption=caption)
     if _width_of(table) > console.width:
-        lengths = [max(map(len, column), default=0) for column in zip(*text.lines, strict=True)]
+        lengths = [max((len(line[i]) for line in text.lines), default=0) for i in range(len(text.header))]
         header = [
             textwrap.fill(heading, max(6, length), break_long_words=False)
             for heading, length in zip(text.header, lengths, strict=True)

@@ -82,6 +82,7 @@ class Classification(Task):
         self.teacher = None
         if recipe.teacher.path is not None:
             self.teacher = Teacher(recipe.teacher, self.classes, recipe.data, compiled=recipe.run.compile)
+            progress.say(f"the teacher is {recipe.teacher.path}, with {recipe.teacher.weight:.0%} of the loss")
         self.mixup = create_mixup(recipe.augment, len(self.classes), self.share.piece)
         self.broken, self.broken_val = BrokenImages(self.source, progress.say), BrokenImages(self.val, progress.say)
         self.cache = self.val_cache = None
