@@ -22,7 +22,7 @@ from sima_attn.gigapixel import features, sweeps
 from sima_attn.gigapixel.stores import FileArray
 from sima_attn.models.loading import load_model
 from sima_attn.models.preprocessing import Preprocessing
-from sima_attn.nn.local_values import on_grid
+from sima_attn.nn.grid import on_grid
 from small_runs import class_folders
 
 HOW = Preprocessing(32, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))

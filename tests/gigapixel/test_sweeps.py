@@ -18,7 +18,7 @@ from sima_attn.gigapixel.sweeps import Sweeps
 from sima_attn.gigapixel.tiles import Tile, tiles_of
 from sima_attn.models.preprocessing import Preprocessing
 from sima_attn.nn.baselines.softmax import SoftmaxAttention
-from sima_attn.nn.local_values import on_grid
+from sima_attn.nn.grid import on_grid
 from sima_attn.nn.token_ref import trained_at
 
 HOW = Preprocessing(32, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))

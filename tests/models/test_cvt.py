@@ -18,7 +18,8 @@ from sima_attn.nn import ATTENTIONS
 from sima_attn.ops import AttentionShape, ExpCounter
 
 TINY = {"embed_dims": (8, 16, 32), "depths": (1, 2, 3), "num_heads": (1, 2, 4), "num_classes": 5}
-REFUSED = {"xca", "linformer", "soft", "cosformer_2d", "sima_local", "relu2", "relu2_wide", "softmax_local"}
+WITH_GRID = {name for name, cls in ATTENTIONS.items() if cls.has_local_branch}
+REFUSED = {"xca", "linformer", "soft", "cosformer_2d"} | WITH_GRID
 WORKING = [name for name in ATTENTIONS if name not in REFUSED]
 
 

@@ -62,12 +62,34 @@ def relu2_wide(module, q, k, v, head):
     return relu2(module, q @ a + b, k @ c + d, v, head)
 
 
+def rotated(x, base=50.0):
+    """Complex numbers x_2i + j x_2i+1 of a square grid of tokens, turned by the row (first half) or the column."""
+    N, D = x.shape
+    side = math.isqrt(N)
+    out = np.empty_like(x)
+    for token in range(N):
+        for i in range(D // 2):
+            place = token // side if i < D // 4 else token % side
+            angle = place * base ** (-4 * (i % (D // 4)) / D)
+            turned = complex(x[token, 2 * i], x[token, 2 * i + 1]) * complex(math.cos(angle), math.sin(angle))
+            out[token, 2 * i : 2 * i + 2] = turned.real, turned.imag
+    return out
+
+
+def relu2_rope(module, q, k, v, head):
+    return relu2(module, rotated(q), rotated(k), v, head)
+
+
 def softmax_attention(module, q, k, v, head):
     return weigh([softmax(np.array([qi @ kj for kj in k]) / math.sqrt(q.shape[1])) for qi in q], v)
 
 
 def softmax_local(module, q, k, v, head):
     return softmax_attention(module, q, k, v, head) + conv3x3(module, v, head)
+
+
+def softmax_rope(module, q, k, v, head):
+    return softmax_local(module, rotated(q), rotated(k), v, head)
 
 
 def xca(module, q, k, v, head):
@@ -178,8 +200,10 @@ FORMULAS = {
     "sima_local": sima_local,
     "relu2": relu2,
     "relu2_wide": relu2_wide,
+    "relu2_rope": relu2_rope,
     "softmax": softmax_attention,
     "softmax_local": softmax_local,
+    "softmax_rope": softmax_rope,
     "softmax_explicit": softmax_attention,
     "xca": xca,
     "elu": elu,

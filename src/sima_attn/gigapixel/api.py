@@ -24,7 +24,7 @@ from sima_attn.gigapixel.tiles import Tile
 from sima_attn.gigapixel.work import WorkFolder, identity_of, work_folder
 from sima_attn.models.preprocessing import Preprocessing
 from sima_attn.nn.eval_mode import eval_mode
-from sima_attn.nn.local_values import on_grid
+from sima_attn.nn.grid import on_grid
 from sima_attn.nn.token_ref import trained_at
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16}

@@ -20,6 +20,7 @@ from sima_attn.nn import Relu2Attention, SimAttention, SimLocalAttention
 from sima_attn.nn.attention import normed
 from sima_attn.nn.baselines.feature_maps import FeatureMapAttention
 from sima_attn.nn.grid import TokenLayout
+from sima_attn.nn.rotation import Rotation
 from sima_attn.ops.eager import compute_dtype, without_autocast
 from sima_attn.ops.streaming import SimaAccumulator
 
@@ -185,7 +186,7 @@ TILED: dict[Any, type[TiledAttention]] = {
 def tiled_attention(path: str, attention: nn.Module) -> TiledAttention:
     """An attention on tiles; raises for one that cannot run tile by tile. `path` is its place in the model."""
     kind = TILED.get(getattr(type(attention), "core", None))
-    if kind is None:
+    if kind is None or any(isinstance(module, Rotation) for module in attention.modules()):
         raise ValueError(
             f"{path} is {type(attention).__name__}, which cannot run tile by tile: supported are sima, sima_local, "
             "relu2 and relu2_wide; `sima linearize` makes such a model of a pretrained one, and `sima_attn.convert` "

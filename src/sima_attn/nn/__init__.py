@@ -7,6 +7,7 @@ from sima_attn.nn.grid import follow_image_grid
 from sima_attn.nn.multihead import SimMultiheadAttention
 from sima_attn.nn.registry import ATTENTIONS, attention_class, create_attention
 from sima_attn.nn.relu2 import Relu2Attention
+from sima_attn.nn.relu2_rope import Relu2RopeAttention
 from sima_attn.nn.relu2_wide import Relu2WideAttention
 from sima_attn.nn.sima_local import SimLocalAttention
 
@@ -14,6 +15,7 @@ __all__ = [
     "ATTENTIONS",
     "Attention",
     "Relu2Attention",
+    "Relu2RopeAttention",
     "Relu2WideAttention",
     "SimAttention",
     "SimClassAttention",

@@ -6,6 +6,8 @@ the patch embedding of a model tell the modules that need it.
 
 import math
 import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -143,3 +145,37 @@ def check_layout_options(grid: Grid | None, prefix_tokens: int | None) -> None:
         raise ValueError(
             f"prefix_tokens must be None or the number of tokens before the patch tokens, got {prefix_tokens!r}"
         )
+
+
+class OnPatches(OnGrid):
+    """Mixin of modules that need the grid of the patch tokens, where other tokens may come first.
+
+    Attributes:
+        prefix_tokens: Number of tokens before the patch tokens; None for the smallest from 0 to 8 that fits.
+    """
+
+    prefix_tokens: int | None = None
+    user: str  # what needs the grid, for errors
+
+    def set_layout(self, grid: Grid | None, prefix_tokens: int | None) -> None:
+        """Set both; raises unless they are None, or a pair of positive integers and an integer from 0 on."""
+        check_layout_options(grid, prefix_tokens)
+        self.grid = None if grid is None else (grid[0], grid[1])
+        self.prefix_tokens = prefix_tokens
+
+    def layout(self, N: int) -> TokenLayout:
+        """Prefix tokens, rows and columns of N tokens."""
+        return token_layout(N, self.likely_grids, self.prefix_tokens, self.user)
+
+
+@contextmanager
+def on_grid(model: nn.Module, grid: Grid) -> Iterator[None]:
+    """A context in which all `OnPatches` modules of a model take this grid; afterwards each `grid` is restored."""
+    before = [(module, module.grid) for module in model.modules() if isinstance(module, OnPatches)]
+    try:
+        for module, _ in before:
+            module.grid = grid
+        yield
+    finally:
+        for module, old in before:
+            module.grid = old

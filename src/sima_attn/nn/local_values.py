@@ -4,19 +4,17 @@ Shapes: B batch, H heads, N tokens, D channels per head, C = H * D, P prefix tok
 """
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from sima_attn.nn.attention import Attention
-from sima_attn.nn.grid import Grid, OnGrid, TokenLayout, check_layout_options, token_layout
+from sima_attn.nn.grid import Grid, OnPatches, TokenLayout
 from sima_attn.ops.cost import Cost
 from sima_attn.ops.token_convolution import token_convolution
 
 
-class LocalValues(nn.Module, OnGrid):
+class LocalValues(nn.Module, OnPatches):
     """v [B, H, N, D] -> [B, H, N, D]: one 3 x 3 filter per channel over the patch tokens, zero for prefix tokens.
 
     The filters start at zero. They are no Conv2d, so that the initializers of timm leave them there.
@@ -28,6 +26,8 @@ class LocalValues(nn.Module, OnGrid):
         device, dtype: Of the filters.
     """
 
+    user = "a convolution of v"
+
     def __init__(
         self,
         dim: int,
@@ -38,9 +38,7 @@ class LocalValues(nn.Module, OnGrid):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_layout_options(grid, prefix_tokens)
-        self.grid = None if grid is None else (grid[0], grid[1])
-        self.prefix_tokens = prefix_tokens
+        self.set_layout(grid, prefix_tokens)
         self.weight = nn.Parameter(torch.zeros(dim, 1, 3, 3, device=device, dtype=dtype))
 
     def forward(self, v: Tensor) -> Tensor:
@@ -50,10 +48,6 @@ class LocalValues(nn.Module, OnGrid):
     def convolve(self, v: Tensor, layout: TokenLayout) -> Tensor:
         """The convolution of v on a given layout of its tokens."""
         return token_convolution(v, self.weight, *layout)
-
-    def layout(self, N: int) -> TokenLayout:
-        """Prefix tokens, rows and columns of N tokens."""
-        return token_layout(N, self.likely_grids, self.prefix_tokens, "a convolution of v")
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, grid={self.grid}, prefix_tokens={self.prefix_tokens}"
@@ -105,16 +99,3 @@ class LocalAttention(Attention):
         width = cost.shape.heads * cost.shape.Dv
         macs, scratch = cost.macs + 9 * rows * columns * width, cost.scratch + cost.shape.N * width
         return dataclasses.replace(cost, macs=macs, scratch=scratch)
-
-
-@contextmanager
-def on_grid(model: nn.Module, grid: Grid) -> Iterator[None]:
-    """A context in which all convolutions of v in a model take this grid; afterwards each `grid` is restored."""
-    before = [(module, module.grid) for module in model.modules() if isinstance(module, LocalValues)]
-    try:
-        for module, _ in before:
-            module.grid = grid
-        yield
-    finally:
-        for module, old in before:
-            module.grid = old

@@ -16,8 +16,10 @@ from sima_attn.nn.baselines.performer import PerformerAttention
 from sima_attn.nn.baselines.soft import SoftAttention, SoftFullAttention
 from sima_attn.nn.baselines.softmax import ExplicitSoftmaxAttention, SoftmaxAttention
 from sima_attn.nn.baselines.softmax_local import SoftmaxLocalAttention
+from sima_attn.nn.baselines.softmax_rope import SoftmaxRopeAttention
 from sima_attn.nn.baselines.xca import XCAttention
 from sima_attn.nn.relu2 import Relu2Attention
+from sima_attn.nn.relu2_rope import Relu2RopeAttention
 from sima_attn.nn.relu2_wide import Relu2WideAttention
 from sima_attn.nn.sima_local import SimLocalAttention
 
@@ -26,8 +28,10 @@ ATTENTIONS: dict[str, type[Attention]] = {
     "sima_local": SimLocalAttention,
     "relu2": Relu2Attention,
     "relu2_wide": Relu2WideAttention,
+    "relu2_rope": Relu2RopeAttention,
     "softmax": SoftmaxAttention,
     "softmax_local": SoftmaxLocalAttention,
+    "softmax_rope": SoftmaxRopeAttention,
     "softmax_explicit": ExplicitSoftmaxAttention,
     "xca": XCAttention,
     "elu": EluAttention,

@@ -19,6 +19,7 @@ from sima_attn.models.xcit import BlockWithoutLpi, SimXcit
 from sima_attn.nn import Relu2Attention, SimAttention, SimClassAttention
 from sima_attn.nn.local_values import LocalValues
 from sima_attn.nn.relu2_wide import FeatureMap
+from sima_attn.nn.rotation import Rotation
 from sima_attn.ops.sequence_parallel import Group, process_group
 from sima_attn.parallel.cvt import SplitCvt
 from sima_attn.parallel.layers import conv_reason
@@ -139,6 +140,8 @@ def _reason(name: str, module: nn.Module) -> str | None:
     elif isinstance(module, LocalValues):
         unknown = module.image_grid is None
         return "it does not know the grid of an image; call sima_attn.nn.follow_image_grid(model)" if unknown else None
+    elif isinstance(module, Rotation):
+        return "it needs the place of each token in the whole image; use the attention relu2"
     elif any(True for _ in module.parameters(recurse=False)):
         known = (*TOKENWISE, cvt.Stage)
         if isinstance(module, known):

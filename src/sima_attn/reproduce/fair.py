@@ -78,6 +78,8 @@ METHODS = (
     Method("softmax_local", "ViT, softmax and a 3 x 3 convolution of v", "softmax_local", baseline="softmax_local"),
     Method("sima_local", "ViT, SimA and a 3 x 3 convolution of v", "sima_local", baseline="softmax_local"),
     Method("relu2", "ViT, relu2, which has the same convolution", "relu2", baseline="softmax_local"),
+    Method("softmax_rope", "ViT, softmax, the convolution and rotations", "softmax_rope", baseline="softmax_rope"),
+    Method("relu2_rope", "ViT, relu2, which has the convolution, and rotations", "relu2_rope", baseline="softmax_rope"),
     Method("xcit_xca", "XCiT, XCA", "xca", XCIT, "xcit_xca"),
     Method("xcit_sima", "XCiT, SimA", "sima", XCIT, "xcit_xca"),
 )

@@ -1,0 +1,77 @@
+"""Rotation of queries and keys by the place of their token (RoPE), so that attention weights depend on places.
+
+Shapes: B batch, H heads, N tokens, D channels per head.
+"""
+
+import functools
+
+import torch
+from torch import Tensor, nn
+
+from sima_attn.nn.grid import Grid, OnPatches, TokenLayout
+from sima_attn.ops.eager import compute_dtype
+
+
+class Rotation(nn.Module, OnPatches):
+    """x [B, H, N, D] -> [B, H, N, D]: each pair of channels is turned by an angle a that depends on the token.
+
+        (x_2i, x_2i+1) -> (x_2i cos a - x_2i+1 sin a, x_2i sin a + x_2i+1 cos a)
+
+    Half of the pairs turn with the row of a patch token, the others with its column: pair i of a half by
+    base^(-4 i / D) radians per row or column. Prefix tokens are not turned. There are no parameters.
+
+    Args:
+        head_dim: D, a multiple of 4.
+        base: The ratio of the largest angle per row to the smallest, about.
+        grid: (rows, columns) of the patch tokens. By default that of the image, or a square, found at each call.
+        prefix_tokens: Number of tokens before the patch tokens. By default the smallest from 0 to 8 that fits.
+    """
+
+    user = "a rotation by places"
+
+    def __init__(
+        self, head_dim: int, *, base: float = 50.0, grid: Grid | None = None, prefix_tokens: int | None = None
+    ) -> None:
+        super().__init__()
+        if head_dim % 4:
+            raise ValueError(
+                f"a rotation by rows and columns needs a multiple of 4 channels per head, got {head_dim}; "
+                "change num_heads"
+            )
+        if not base > 1:
+            raise ValueError(f"base must be larger than 1, got {base!r}")
+        self.set_layout(grid, prefix_tokens)
+        self.head_dim, self.base = head_dim, base
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The rotated channels, in the dtype of x."""
+        cos, sin = self.table(x)
+        even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)  # [B, H, N, D / 2] each
+        return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2).to(x.dtype)
+
+    def table(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [N, D / 2] of the tokens of x, at least in float32."""
+        make = rotation_table if torch.compiler.is_compiling() else _kept_table  # a graph must not keep tensors
+        return make(self.layout(x.shape[2]), self.head_dim, self.base, x.device, compute_dtype(x.dtype))
+
+    def extra_repr(self) -> str:
+        return f"{self.head_dim}, base={self.base}, grid={self.grid}, prefix_tokens={self.prefix_tokens}"
+
+
+def rotation_table(
+    layout: TokenLayout, head_dim: int, base: float, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [N, D / 2] for tokens with a layout."""
+    prefix, rows, columns = layout
+    speeds = torch.tensor([base ** (-4 * i / head_dim) for i in range(head_dim // 4)], device=device, dtype=dtype)
+    down = torch.arange(rows, device=device, dtype=dtype)[:, None, None] * speeds  # [rows, 1, D / 4]
+    across = torch.arange(columns, device=device, dtype=dtype)[:, None] * speeds  # [columns, D / 4]
+    angles = torch.cat([down.expand(-1, columns, -1), across.expand(rows, -1, -1)], -1).flatten(0, 1)
+    angles = torch.cat([angles.new_zeros(prefix, angles.shape[1]), angles])
+    return angles.cos(), angles.sin()
+
+
+@functools.lru_cache(maxsize=64)
+def _kept_table(*arguments) -> tuple[Tensor, Tensor]:
+    with torch.inference_mode(False):  # training may use it after inference
+        return rotation_table(*arguments)

@@ -1,0 +1,99 @@
+"""Rotations by places: timm's formula, which weights follow from them, and where they are refused."""
+
+import pytest
+import timm
+import torch
+from timm.layers import apply_rot_embed, build_rotary_pos_embed
+
+from closeness import assert_close
+from sima_attn.gigapixel.attentions import tiled_attention
+from sima_attn.nn import create_attention
+from sima_attn.nn.rotation import Rotation
+from sima_attn.parallel.api import check_model
+
+B, H, D = 2, 3, 8
+ROWS, COLUMNS = 3, 5
+
+
+def tokens(prefix=0, dtype=torch.float64):
+    return torch.randn(B, H, prefix + ROWS * COLUMNS, D, dtype=dtype)
+
+
+def test_is_the_rotation_of_timm():
+    x = tokens()
+    sin, cos = build_rotary_pos_embed([ROWS, COLUMNS], dim=D, temperature=50.0, in_pixels=False, dtype=x.dtype)
+    assert_close(Rotation(D, grid=(ROWS, COLUMNS))(x), apply_rot_embed(x, sin, cos), 1e-6)  # timm: float32 angles
+
+
+def test_keeps_norms_and_prefix_tokens_and_the_token_in_the_corner():
+    x = tokens(prefix=2)
+    out = Rotation(D, grid=(ROWS, COLUMNS))(x)
+    assert_close(out.norm(dim=-1), x.norm(dim=-1))
+    assert torch.equal(out[:, :, :3], x[:, :, :3])
+    assert not torch.isclose(out[:, :, 3:], x[:, :, 3:]).all(-1).any()
+
+
+def test_products_depend_on_the_difference_of_places_alone():
+    """Of equal tokens everywhere: the same for all pairs with the same distance in rows and in columns."""
+    q, k = torch.randn(2, 1, 1, 1, D, dtype=torch.float64).expand(2, 1, 1, ROWS * COLUMNS, D)
+    rotation = Rotation(D, grid=(ROWS, COLUMNS))
+    products = (rotation(q) @ rotation(k).mT)[0, 0].view(ROWS, COLUMNS, ROWS, COLUMNS)
+    assert_close(products[1:, 1:, 1:, 1:], products[:-1, :-1, :-1, :-1])
+    assert not torch.isclose(products[0, 0, 0, 1], products[0, 0, 1, 0])
+
+
+def test_relu2_rope_has_weights_that_are_not_negative_and_sum_to_one():
+    module = create_attention("relu2_rope", H * D, H, grid=(ROWS, COLUMNS)).double()
+    weights = module.matrix(tokens(), tokens())
+    assert (weights >= 0).all()
+    assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
+
+
+@pytest.mark.parametrize("name", ["relu2_rope", "softmax_rope"])
+def test_equal_tokens_at_different_places_get_different_outputs(name):
+    """Without rotations all queries would see the same weights."""
+    module = create_attention(name, H * D, H, grid=(ROWS, COLUMNS)).double()
+    q, k = torch.randn(2, B, H, 1, D, dtype=torch.float64).abs().expand(2, B, H, ROWS * COLUMNS, D)
+    out = module.core(q, k, tokens())
+    assert not torch.isclose(out[:, :, 1:], out[:, :, :1]).all(-1).any()
+
+
+def test_training_after_inference_and_half_precision():
+    rotation = Rotation(D, grid=(ROWS, COLUMNS), base=7.0)
+    x = tokens(dtype=torch.float32)
+    with torch.inference_mode():
+        expected = rotation(x)
+    trained = x.clone().requires_grad_()
+    rotation(trained).sum().backward()
+    assert torch.equal(rotation(trained), expected)
+    half = rotation(x.bfloat16())
+    assert half.dtype == torch.bfloat16
+    assert_close(half, expected, 1e-2)
+
+
+@pytest.mark.parametrize("name", ["relu2_rope", "softmax_rope"])
+def test_a_model_takes_images_of_any_shape_compiled_as_in_eager_mode(name):
+    model = timm.create_model(
+        "sima_deit_tiny_patch16_224", attention=name, depth=2, embed_dim=24, num_heads=H, dynamic_img_size=True
+    ).eval()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for height, width in ((64, 96), (96, 64)):
+        images = torch.randn(1, 3, height, width)
+        with torch.no_grad():
+            assert_close(compiled(images), model(images), 1e-5)
+
+
+def test_wrong_options_are_errors():
+    with pytest.raises(ValueError, match="multiple of 4 channels per head, got 6; change num_heads"):
+        create_attention("relu2_rope", 12, 2)
+    with pytest.raises(ValueError, match=r"base must be larger than 1, got 1\.0"):
+        Rotation(D, base=1.0)
+
+
+def test_parts_of_an_image_are_refused():
+    """They do not know the place of their tokens in the whole image."""
+    model = timm.create_model("sima_deit_tiny_patch16_224", attention="relu2_rope", depth=1, num_classes=2)
+    with pytest.raises(ValueError, match=r"blocks\.0\.attn\.q_map \(Rotation\): it needs the place of each token"):
+        check_model(model)
+    with pytest.raises(ValueError, match=r"blocks\.0\.attn is Relu2RopeAttention, which cannot run tile by tile"):
+        tiled_attention("blocks.0.attn", model.blocks[0].attn)
