@@ -90,7 +90,7 @@ def card():
 
 def test_a_run_is_shipped_and_loaded_as_pretrained(run, weights):
     root, recipe = run
-    output = sima("ship", root / "run")
+    output = sima("ship", root / "run", "--size", "32", "--size", "96")
     path = weights / f"{NAME}.safetensors"
     assert path.stat().st_size < 12_000_000
     assert path.name in output
@@ -107,6 +107,8 @@ def test_a_run_is_shipped_and_loaded_as_pretrained(run, weights):
     found = read_card(path)
     assert found.classes == list(CLASSES)
     assert (found.top1, found.top5, found.images) == (round(result.top1, 2), round(result.top5, 2), 6)
+    sizes = {str(px): round(evaluate(load_model(path), root / "data", size=px).top1, 2) for px in (32, 96)}
+    assert found.other_sizes == sizes
     assert found.recipe["name"] == "two_steps"
     assert found.recipe["data"]["path"] == "data"  # no path of this machine
     assert str(root) not in json.dumps(found.recipe)

@@ -92,6 +92,9 @@ def ship_command(
     name: Annotated[str | None, Option(help="Model to pretrain.", show_default="the run's model")] = None,
     data: Annotated[str | None, Option(help="Folder of the images. Default: the run's.")] = None,
     ema: Annotated[bool | None, Option("--ema/--no-ema", help="The average weights. Default: if kept.")] = None,
+    size: Annotated[
+        list[int] | None, Option(help="Another image side whose accuracy the card names; repeat for several.", min=1)
+    ] = None,
     terms: Annotated[str, Option(help="What the weights may be used for.")] = RESEARCH,
     device: option.Device = "cpu",
 ) -> None:
@@ -118,7 +121,10 @@ def ship_command(
     check_same_model(loaded.model, name or recipe.model.name, settings["model"], recipe.data.size)
     where = Path(data or recipe.data.path)
     with Console(stderr=True).status("evaluating"):
-        result = evaluate(loaded, data or recipe.data.path, device=device, say=console.print)
+        result, *others = (
+            evaluate(loaded, data or recipe.data.path, size=side, device=device, say=console.print)
+            for side in (recipe.data.size, *dict.fromkeys(size or ()))
+        )
     settings["data"]["path"] = where.name  # not the path on this machine
     if recipe.teacher.path is not None:
         settings["teacher"]["path"] = Path(recipe.teacher.path).name
@@ -133,10 +139,12 @@ def ship_command(
         top1=round(result.top1, 2),
         top5=round(result.top5, 2),
         images=result.images,
+        other_sizes={str(other.size): round(other.top1, 2) for other in others},
         terms=terms,
     )
     path = save_shipped(weights, name or recipe.model.name, card)
-    console.print(f"top-1 {result.top1:.2f}, top-5 {result.top5:.2f}: {path.name}")
+    at_others = "".join(f", {top1:.2f} at {side} px" for side, top1 in card.other_sizes.items())
+    console.print(f"top-1 {result.top1:.2f}{at_others}, top-5 {result.top5:.2f}: {path.name}")
     console.print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
 
 

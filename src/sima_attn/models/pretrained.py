@@ -34,6 +34,7 @@ class Card:
         epochs: Those that were made of the recipe's.
         top1, top5: Accuracy in percent on `images` val images, of the weights as stored.
         terms: What the weights may be used for.
+        other_sizes: Image side in pixels -> top-1 at it, on the same images.
         unsure_below: Probability of the most likely class below which a photo may be of none of the classes; measured
             by `benchmarks/unsure.py`.
     """
@@ -48,6 +49,7 @@ class Card:
     top5: float
     images: int
     terms: str
+    other_sizes: dict[str, float] = field(default_factory=dict)
     words: dict[str, str] = field(default_factory=dict)
     unsure_below: float | None = None
 
