@@ -6,6 +6,7 @@ import torch
 from timm.layers import apply_rot_embed, build_rotary_pos_embed
 
 from closeness import assert_close
+from sima_attn.detect.backbone import attend
 from sima_attn.gigapixel.attentions import tiled_attention
 from sima_attn.nn import create_attention
 from sima_attn.nn.rotation import Rotation
@@ -83,11 +84,30 @@ def test_a_model_takes_images_of_any_shape_compiled_as_in_eager_mode(name):
             assert_close(compiled(images), model(images), 1e-5)
 
 
+def test_images_of_other_sizes_cover_the_angles_of_the_training_size():
+    x, larger = tokens(), torch.randn(B, H, 4 * ROWS * COLUMNS, D, dtype=torch.float64)
+    rotation = Rotation(D, grid_ref=(ROWS, COLUMNS), grid=(2 * ROWS, 2 * COLUMNS))
+    small = Rotation(D, grid=(ROWS, COLUMNS))
+    larger = larger.view(B, H, 2 * ROWS, 2 * COLUMNS, D)
+    larger[:, :, ::2, ::2] = x.view(B, H, ROWS, COLUMNS, D)
+    out = rotation(larger.flatten(2, 3)).view_as(larger)
+    assert_close(out[:, :, ::2, ::2].flatten(2, 3), small(x))
+
+
 def test_wrong_options_are_errors():
+    with pytest.raises(ValueError, match=r"grid_ref must be None or a pair .* got 16"):
+        create_attention("softmax_rope", 12, 3, grid_ref=16)
     with pytest.raises(ValueError, match="multiple of 4 channels per head, got 6; change num_heads"):
         create_attention("relu2_rope", 12, 2)
     with pytest.raises(ValueError, match=r"base must be larger than 1, got 1\.0"):
         Rotation(D, base=1.0)
+
+
+def test_padded_batches_have_no_common_grid_to_scale():
+    module, q = create_attention("relu2_rope", H * D, H, grid_ref=(ROWS, COLUMNS)), tokens(dtype=torch.float32)
+    mask = torch.ones(B, ROWS * COLUMNS, dtype=torch.bool)
+    with pytest.raises(ValueError, match="grid_ref scales places to the grid of an image"):
+        attend(module, q, q, q, mask, mask)
 
 
 def test_parts_of_an_image_are_refused():

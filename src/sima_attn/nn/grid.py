@@ -135,12 +135,17 @@ def token_layout(N: int, grids: list[Grid | None], prefix_tokens: int | None, wh
     )
 
 
-def check_layout_options(grid: Grid | None, prefix_tokens: int | None) -> None:
-    """Raise unless the options of `token_layout` are None, or a pair of positive integers and an integer from 0 on."""
-    if grid is not None and not (
-        isinstance(grid, tuple | list) and len(grid) == 2 and all(type(side) is int and side > 0 for side in grid)
-    ):
-        raise ValueError(f"grid must be None or a pair (rows, columns) of positive integers, got {grid!r}")
+def as_grid(name: str, grid: Grid | None) -> Grid | None:
+    """An option that is a grid, given as a pair or, as in recipes, as a list of two."""
+    if grid is None:
+        return None
+    if isinstance(grid, tuple | list) and len(grid) == 2 and all(type(side) is int and side > 0 for side in grid):
+        return grid[0], grid[1]
+    raise ValueError(f"{name} must be None or a pair (rows, columns) of positive integers, got {grid!r}")
+
+
+def check_prefix_tokens(prefix_tokens: int | None) -> None:
+    """Raise unless it is None or an integer from 0 on."""
     if prefix_tokens is not None and (type(prefix_tokens) is not int or prefix_tokens < 0):
         raise ValueError(
             f"prefix_tokens must be None or the number of tokens before the patch tokens, got {prefix_tokens!r}"
@@ -159,8 +164,8 @@ class OnPatches(OnGrid):
 
     def set_layout(self, grid: Grid | None, prefix_tokens: int | None) -> None:
         """Set both; raises unless they are None, or a pair of positive integers and an integer from 0 on."""
-        check_layout_options(grid, prefix_tokens)
-        self.grid = None if grid is None else (grid[0], grid[1])
+        check_prefix_tokens(prefix_tokens)
+        self.grid = as_grid("grid", grid)
         self.prefix_tokens = prefix_tokens
 
     def layout(self, N: int) -> TokenLayout:

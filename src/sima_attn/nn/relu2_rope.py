@@ -4,6 +4,7 @@ Shapes: B batch, H heads, N tokens, D channels per head.
 """
 
 import dataclasses
+from typing import Any
 
 from sima_attn.nn.grid import Grid
 from sima_attn.nn.relu2 import Relu2Attention
@@ -21,7 +22,7 @@ class Relu2RopeAttention(Relu2Attention):
 
     Args:
         args, kwargs: Arguments of `Relu2Attention`.
-        base: See `Rotation`.
+        base, grid_ref: See `Rotation`.
     """
 
     def __init__(
@@ -32,10 +33,12 @@ class Relu2RopeAttention(Relu2Attention):
         base: float = 50.0,
         grid: Grid | None = None,
         prefix_tokens: int | None = None,
+        grid_ref: Grid | None = None,
         **kwargs,
     ) -> None:
-        super().__init__(dim, num_heads, *args, grid=grid, prefix_tokens=prefix_tokens, **kwargs)
-        self.q_map = self.k_map = Rotation(self.head_dim, base=base, grid=grid, prefix_tokens=prefix_tokens)
+        place: dict[str, Any] = {"grid": grid, "prefix_tokens": prefix_tokens}
+        super().__init__(dim, num_heads, *args, **place, **kwargs)
+        self.q_map = self.k_map = Rotation(self.head_dim, base=base, grid_ref=grid_ref, **place)
 
     def cost(self, shape: AttentionShape) -> Cost:
         return with_rotations(super().cost(shape))

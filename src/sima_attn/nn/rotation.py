@@ -4,11 +4,12 @@ Shapes: B batch, H heads, N tokens, D channels per head.
 """
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sima_attn.nn.grid import Grid, OnPatches, TokenLayout
+from sima_attn.nn.grid import Grid, OnPatches, TokenLayout, as_grid
 from sima_attn.ops.eager import compute_dtype
 
 
@@ -25,12 +26,20 @@ class Rotation(nn.Module, OnPatches):
         base: The ratio of the largest angle per row to the smallest, about.
         grid: (rows, columns) of the patch tokens. By default that of the image, or a square, found at each call.
         prefix_tokens: Number of tokens before the patch tokens. By default the smallest from 0 to 8 that fits.
+        grid_ref: (rows, columns) of the training size. The places of a grid of another size are scaled to it, so that
+            images of all sizes cover the same angles. By default the angle per row is that of the training size.
     """
 
     user = "a rotation by places"
 
     def __init__(
-        self, head_dim: int, *, base: float = 50.0, grid: Grid | None = None, prefix_tokens: int | None = None
+        self,
+        head_dim: int,
+        *,
+        base: float = 50.0,
+        grid: Grid | None = None,
+        prefix_tokens: int | None = None,
+        grid_ref: Grid | None = None,
     ) -> None:
         super().__init__()
         if head_dim % 4:
@@ -42,6 +51,7 @@ class Rotation(nn.Module, OnPatches):
             raise ValueError(f"base must be larger than 1, got {base!r}")
         self.set_layout(grid, prefix_tokens)
         self.head_dim, self.base = head_dim, base
+        self.grid_ref = as_grid("grid_ref", grid_ref)
 
     def forward(self, x: Tensor) -> Tensor:
         """The rotated channels, in the dtype of x."""
@@ -52,20 +62,26 @@ class Rotation(nn.Module, OnPatches):
     def table(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [N, D / 2] of the tokens of x, at least in float32."""
         make = rotation_table if torch.compiler.is_compiling() else _kept_table  # a graph must not keep tensors
-        return make(self.layout(x.shape[2]), self.head_dim, self.base, x.device, compute_dtype(x.dtype))
+        layout, dtype = self.layout(x.shape[2]), compute_dtype(x.dtype)
+        return make(layout, self.grid_ref, self.head_dim, self.base, x.device, dtype)
 
     def extra_repr(self) -> str:
-        return f"{self.head_dim}, base={self.base}, grid={self.grid}, prefix_tokens={self.prefix_tokens}"
+        return (
+            f"{self.head_dim}, base={self.base}, grid={self.grid}, prefix_tokens={self.prefix_tokens}, "
+            f"grid_ref={self.grid_ref}"
+        )
 
 
 def rotation_table(
-    layout: TokenLayout, head_dim: int, base: float, device: torch.device, dtype: torch.dtype
+    layout: TokenLayout, grid_ref: Grid | None, head_dim: int, base: float, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines [N, D / 2] for tokens with a layout."""
     prefix, rows, columns = layout
-    speeds = torch.tensor([base ** (-4 * i / head_dim) for i in range(head_dim // 4)], device=device, dtype=dtype)
-    down = torch.arange(rows, device=device, dtype=dtype)[:, None, None] * speeds  # [rows, 1, D / 4]
-    across = torch.arange(columns, device=device, dtype=dtype)[:, None] * speeds  # [columns, D / 4]
+    rows_ref, columns_ref = grid_ref or (rows, columns)
+    factory: dict[str, Any] = {"device": device, "dtype": dtype}
+    speeds = torch.tensor([base ** (-4 * i / head_dim) for i in range(head_dim // 4)], **factory)
+    down = torch.arange(rows, **factory)[:, None, None] * (rows_ref / rows) * speeds  # [rows, 1, D / 4]
+    across = torch.arange(columns, **factory)[:, None] * (columns_ref / columns) * speeds  # [columns, D / 4]
     angles = torch.cat([down.expand(-1, columns, -1), across.expand(rows, -1, -1)], -1).flatten(0, 1)
     angles = torch.cat([angles.new_zeros(prefix, angles.shape[1]), angles])
     return angles.cos(), angles.sin()

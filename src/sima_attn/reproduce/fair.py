@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean, stdev
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sima_attn._errors import check_known
 from sima_attn.report.figures import figure
@@ -39,6 +39,7 @@ class Method:
     Attributes:
         about: What it is, in words.
         activations: Of its sweep.
+        options: Arguments of the model.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Method:
     model: str = VIT
     baseline: str = "softmax"
     activations: tuple[str, ...] = ACTIVATIONS
+    options: dict[str, Any] = field(default_factory=dict)
 
     def sweep(self) -> list[Setting]:
         """The settings that are always tried."""
@@ -64,11 +66,13 @@ class Method:
             f"{self.about}, {setting.activation}, learning rate {setting.lr}",
             self.attention,
             self.model,
-            options={"relu": True} if setting.activation == "relu" else {},
+            options={**self.options, **({"relu": True} if setting.activation == "relu" else {})},
             settings=(f"optim.lr={setting.lr}",),
             headline=True,  # evaluated at other image sizes
         )
 
+
+SCALED_PLACES = {"attention_options": {"grid_ref": [16, 16]}}  # the grid at 64 px; for the evaluation at other sizes
 
 METHODS = (
     Method("softmax", "ViT, softmax", "softmax"),
@@ -78,8 +82,20 @@ METHODS = (
     Method("softmax_local", "ViT, softmax and a 3 x 3 convolution of v", "softmax_local", baseline="softmax_local"),
     Method("sima_local", "ViT, SimA and a 3 x 3 convolution of v", "sima_local", baseline="softmax_local"),
     Method("relu2", "ViT, relu2, which has the same convolution", "relu2", baseline="softmax_local"),
-    Method("softmax_rope", "ViT, softmax, the convolution and rotations", "softmax_rope", baseline="softmax_rope"),
-    Method("relu2_rope", "ViT, relu2, which has the convolution, and rotations", "relu2_rope", baseline="softmax_rope"),
+    Method(
+        "softmax_rope",
+        "ViT, softmax, the convolution and rotations",
+        "softmax_rope",
+        baseline="softmax_rope",
+        options=SCALED_PLACES,
+    ),
+    Method(
+        "relu2_rope",
+        "ViT, relu2, the convolution and rotations",
+        "relu2_rope",
+        baseline="softmax_rope",
+        options=SCALED_PLACES,
+    ),
     Method("xcit_xca", "XCiT, XCA", "xca", XCIT, "xcit_xca"),
     Method("xcit_sima", "XCiT, SimA", "sima", XCIT, "xcit_xca"),
 )

@@ -3,6 +3,8 @@
 Shapes: B batch, H heads, N tokens, D channels per head.
 """
 
+from typing import Any
+
 from torch import Tensor
 
 from sima_attn.nn.baselines.softmax_local import SoftmaxLocalAttention
@@ -19,7 +21,7 @@ class SoftmaxRopeAttention(SoftmaxLocalAttention):
 
     Args:
         args, kwargs: Arguments of `SoftmaxLocalAttention`.
-        base: See `Rotation`.
+        base, grid_ref: See `Rotation`.
     """
 
     def __init__(
@@ -30,10 +32,12 @@ class SoftmaxRopeAttention(SoftmaxLocalAttention):
         base: float = 50.0,
         grid: Grid | None = None,
         prefix_tokens: int | None = None,
+        grid_ref: Grid | None = None,
         **kwargs,
     ) -> None:
-        super().__init__(dim, num_heads, *args, grid=grid, prefix_tokens=prefix_tokens, **kwargs)
-        self.rotation = Rotation(self.head_dim, base=base, grid=grid, prefix_tokens=prefix_tokens)
+        place: dict[str, Any] = {"grid": grid, "prefix_tokens": prefix_tokens}
+        super().__init__(dim, num_heads, *args, **place, **kwargs)
+        self.rotation = Rotation(self.head_dim, base=base, grid_ref=grid_ref, **place)
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         return super().core(self.rotation(q), self.rotation(k), v, attn_mask, is_causal)
