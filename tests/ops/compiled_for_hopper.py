@@ -25,6 +25,7 @@ from sima_attn.ops.triton_launch import (
     sums_of_part,
 )
 from sima_attn.ops.triton_token_convolution import differentiate
+from sima_attn.ops.triton_token_rotation import rotate
 
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.uint8: "*u8"}
 HOPPER = triton_tiles.Chip(multiprocessors=132, shared_memory=232448)
@@ -112,6 +113,8 @@ def main() -> None:
         inputs = read_inputs((v, v, v), None, None, None, 1.0, 1e-6, kind="relu2")
         _, state = forward(launcher, inputs, order="kv", keep=True)
         backward(launcher, inputs, do.transpose(1, 2), state, order="kv")
+        for back in (False, True):
+            rotate(launcher, v, *torch.empty(2, N, D // 2, device="meta"), back=back)
         differentiate(launcher, v, torch.empty(6 * D, 1, 3, 3, device="meta"), do, (N % 4, N // 4, 4))
     assert triton_launchers.INTERPRETED is False
     json.dump(found, sys.stdout)

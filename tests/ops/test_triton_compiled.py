@@ -42,7 +42,7 @@ def test_every_kernel_compiles(products_left_running):
     few_tokens = {"forward_head", "backward_head", "attend", "attend_backward"}
     many_tokens = {"outer_products", "finish_forward", "apply_forward", "finish_backward", "apply_backward"}
     relu2 = {"relu2_sums_backward", "relu2_apply_backward"}
-    of_tokens = {"convolve_tokens", "filter_gradient_shares"}
+    of_tokens = {"convolve_tokens", "filter_gradient_shares", "rotate_tokens"}
     assert compiled == few_tokens | many_tokens | relu2 | of_tokens
     of_a_part = {name.split()[0] for name in products_left_running if "of a part" in name}
     assert of_a_part == many_tokens

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from sima_attn.nn.grid import Grid, OnPatches, TokenLayout, as_grid
 from sima_attn.ops.eager import compute_dtype
+from sima_attn.ops.token_rotation import token_rotation
 
 
 class Rotation(nn.Module, OnPatches):
@@ -55,9 +56,7 @@ class Rotation(nn.Module, OnPatches):
 
     def forward(self, x: Tensor) -> Tensor:
         """The rotated channels, in the dtype of x."""
-        cos, sin = self.table(x)
-        even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)  # [B, H, N, D / 2] each
-        return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2).to(x.dtype)
+        return token_rotation(x, *self.table(x))
 
     def table(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [N, D / 2] of the tokens of x, at least in float32."""

@@ -117,6 +117,11 @@ def with_contiguous_channels(grad: Tensor) -> Tensor:
     return grad if grad.stride(3) == 1 or grad.shape[3] == 1 else grad.contiguous()
 
 
+def by_head(grad: Tensor) -> Tensor:
+    """The gradient of an output [B, N, H, D] as [B, H, N, D] with contiguous channels."""
+    return with_contiguous_channels(grad).transpose(1, 2)
+
+
 def operator(name: str, run: Callable):
     """A torch operator. In Triton's interpreter there is nothing that torch.compile could launch by itself."""
     if not INTERPRETED:

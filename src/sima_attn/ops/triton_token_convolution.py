@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from sima_attn.ops.plain_calls import needs_grad
 from sima_attn.ops.triton_launchers import Launcher, Recordings, TracedLauncher, device_of
-from sima_attn.ops.triton_op import operator, with_contiguous_channels
+from sima_attn.ops.triton_op import by_head, operator
 from sima_attn.ops.triton_parts import at_head, load_tile, output_at_head, store_tile
 from sima_attn.ops.triton_support import describe
 from sima_attn.ops.triton_tiles import Tile, cdiv, chip, padded
@@ -148,11 +148,6 @@ class _Convolution(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         dx, shares = ctx.call.backward(x, weight, by_head(grad))
         return None, dx.transpose(1, 2), shares.sum(0).to(weight.dtype)
-
-
-def by_head(grad: Tensor) -> Tensor:
-    """The gradient of an output [B, N, H, D] as [B, H, N, D] with contiguous channels."""
-    return with_contiguous_channels(grad).transpose(1, 2)
 
 
 def _run_convolution(x: Tensor, weight: Tensor, prefix: int, rows: int, columns: int) -> Tensor:
