@@ -113,7 +113,7 @@ def test_other_attentions_too(attention):
     before = model(x)
     convert(model, attention, **options)
     assert model(x).shape == before.shape
-    if attention.startswith("softmax"):
+    if attention.startswith("softmax") and attention != "softmax_rope":
         assert_close(model(x), before, 1e-5)
 
 

@@ -72,18 +72,6 @@ def test_training_after_inference_and_half_precision():
     assert_close(half, expected, 1e-2)
 
 
-@pytest.mark.parametrize("name", ["relu2_rope", "softmax_rope"])
-def test_a_model_takes_images_of_any_shape_compiled_as_in_eager_mode(name):
-    model = timm.create_model(
-        "sima_deit_tiny_patch16_224", attention=name, depth=2, embed_dim=24, num_heads=H, dynamic_img_size=True
-    ).eval()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    for height, width in ((64, 96), (96, 64)):
-        images = torch.randn(1, 3, height, width)
-        with torch.no_grad():
-            assert_close(compiled(images), model(images), 1e-5)
-
-
 def test_images_of_other_sizes_cover_the_angles_of_the_training_size():
     x, larger = tokens(), torch.randn(B, H, 4 * ROWS * COLUMNS, D, dtype=torch.float64)
     rotation = Rotation(D, grid_ref=(ROWS, COLUMNS), grid=(2 * ROWS, 2 * COLUMNS))
