@@ -20,6 +20,7 @@ from sima_attn.ops import AttentionShape, sima_attention
 B, H, D = 2, 3, 8
 every = pytest.mark.parametrize("name", [name for name, cls in ATTENTIONS.items() if cls.has_local_branch])
 ROTATED = ("relu2_rope", "softmax_rope")
+of_own_code = pytest.mark.parametrize("name", ["sima_local", "relu2_wide", *ROTATED])  # the others are parts of these
 VIT = {"img_size": 64, "depth": 2, "embed_dim": 48, "num_heads": 3, "num_classes": 5}
 
 
@@ -250,7 +251,7 @@ def test_is_free_of_exp(name):
     assert_exp_free(vit(attn_layer=type(create_attention(name, 8, 2)), act_layer=torch.nn.ReLU), 64)
 
 
-@every
+@of_own_code
 def test_one_compiled_module_serves_several_image_sizes(name):
     torch._dynamo.reset()
     module = build(name)
@@ -260,7 +261,7 @@ def test_one_compiled_module_serves_several_image_sizes(name):
         assert_close(compiled(x), module(x))
 
 
-@pytest.mark.parametrize("name", ["sima_local", "relu2_wide", "relu2_rope", "softmax_rope"])  # the others are parts
+@of_own_code
 @needs_cpp
 def test_a_model_compiles_with_inductor(name):
     torch._dynamo.reset()

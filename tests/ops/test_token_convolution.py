@@ -15,7 +15,7 @@ LAYOUTS = [(0, 1, 1), (0, 4, 4), (1, 3, 15), (5, 12, 9)]
 pytestmark = pytest.mark.usefixtures("nothing_is_prepared", "poisoned_memory")
 
 
-def make_v(layout, H=2, D=24, dtype=torch.float32, B=3):
+def make_v(layout, H=2, D=24, dtype=torch.float32, B=2):
     """v [B, H, N, D] of a packed projection, and a filter per channel."""
     prefix, rows, columns = layout
     packed = torch.randn(B, prefix + rows * columns, 3, H, D, device=DEVICE).to(dtype)
