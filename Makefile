@@ -23,7 +23,7 @@ browser: ## install Chromium for the browser tests (Debian, as root) and onnxrun
 test: $(READY) ## the whole test suite
 	.venv/bin/pytest
 
-test-shuffled: $(READY) ## the command-line tests in one process, in random order, with a long TMPDIR
+test-shuffled: $(READY) ## the command-line tests file by file, in random order, with a long TMPDIR
 	scripts/test_shuffled.sh
 
 lint: $(READY) ## ruff and mypy
