@@ -3,12 +3,11 @@
 Shapes: B batch, H heads, N tokens, D channels per head.
 """
 
-import dataclasses
 from typing import Any
 
 from sima_attn.nn.grid import Grid
 from sima_attn.nn.relu2 import Relu2Attention
-from sima_attn.nn.rotation import Rotation
+from sima_attn.nn.rotation import Rotation, with_rotations
 from sima_attn.ops.cost import AttentionShape, Cost
 
 
@@ -42,9 +41,3 @@ class Relu2RopeAttention(Relu2Attention):
 
     def cost(self, shape: AttentionShape) -> Cost:
         return with_rotations(super().cost(shape))
-
-
-def with_rotations(cost: Cost) -> Cost:
-    """The cost with memory for the rotated queries and keys."""
-    shape = cost.shape
-    return dataclasses.replace(cost, scratch=cost.scratch + shape.heads * (shape.N + shape.M) * shape.D)

@@ -3,6 +3,7 @@
 Shapes: B batch, H heads, N tokens, D channels per head.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sima_attn.nn.grid import Grid, OnPatches, TokenLayout, as_grid
+from sima_attn.ops.cost import Cost
 from sima_attn.ops.eager import compute_dtype
 from sima_attn.ops.token_rotation import token_rotation
 
@@ -28,7 +30,7 @@ class Rotation(nn.Module, OnPatches):
         grid: (rows, columns) of the patch tokens. By default that of the image, or a square, found at each call.
         prefix_tokens: Number of tokens before the patch tokens. By default the smallest from 0 to 8 that fits.
         grid_ref: (rows, columns) of the training size. The places of a grid of another size are scaled to it, so that
-            images of all sizes cover the same angles. By default the angle per row is that of the training size.
+            images of all sizes cover the same angles. By default an angle per row is the same at all sizes.
     """
 
     user = "a rotation by places"
@@ -90,3 +92,9 @@ def rotation_table(
 def _kept_table(*arguments) -> tuple[Tensor, Tensor]:
     with torch.inference_mode(False):  # training may use it after inference
         return rotation_table(*arguments)
+
+
+def with_rotations(cost: Cost) -> Cost:
+    """The cost with memory for the rotated queries and keys."""
+    shape = cost.shape
+    return dataclasses.replace(cost, scratch=cost.scratch + shape.heads * (shape.N + shape.M) * shape.D)

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from sima_attn.nn.baselines.softmax_local import SoftmaxLocalAttention
 from sima_attn.nn.grid import Grid
-from sima_attn.nn.relu2_rope import with_rotations
-from sima_attn.nn.rotation import Rotation
+from sima_attn.nn.rotation import Rotation, with_rotations
 from sima_attn.ops.cost import AttentionShape, Cost
 
 
