@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sima_attn.nn.grid import Grid, OnPatches, TokenLayout, as_grid
+from sima_attn.nn.local_values import LocalAttention
 from sima_attn.ops.cost import Cost
 from sima_attn.ops.eager import compute_dtype
 from sima_attn.ops.token_rotation import token_rotation
@@ -94,7 +95,30 @@ def _kept_table(*arguments) -> tuple[Tensor, Tensor]:
         return rotation_table(*arguments)
 
 
-def with_rotations(cost: Cost) -> Cost:
-    """The cost with memory for the rotated queries and keys."""
-    shape = cost.shape
-    return dataclasses.replace(cost, scratch=cost.scratch + shape.heads * (shape.N + shape.M) * shape.D)
+class RotatedAttention(LocalAttention):
+    """Put before an attention with a convolution of v; the attention rotates queries and keys by `rotation`.
+
+    Args:
+        args, kwargs: Arguments of the attention.
+        base, grid_ref: See `Rotation`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        *args,
+        base: float = 50.0,
+        grid: Grid | None = None,
+        prefix_tokens: int | None = None,
+        grid_ref: Grid | None = None,
+        **kwargs,
+    ) -> None:
+        place: dict[str, Any] = {"grid": grid, "prefix_tokens": prefix_tokens}
+        super().__init__(dim, num_heads, *args, **place, **kwargs)
+        self.rotation = Rotation(self.head_dim, base=base, grid_ref=grid_ref, **place)
+
+    def with_rotations(self, cost: Cost) -> Cost:
+        """The cost with memory for the rotated queries and keys."""
+        shape = cost.shape
+        return dataclasses.replace(cost, scratch=cost.scratch + shape.heads * (shape.N + shape.M) * shape.D)
