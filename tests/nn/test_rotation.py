@@ -1,4 +1,4 @@
-"""Rotations by places: timm's formula, which weights follow from them, and where they are refused."""
+"""Rotations by position: timm's formula, which weights follow from them, and where they are refused."""
 
 import pytest
 import timm
@@ -34,7 +34,7 @@ def test_keeps_norms_and_prefix_tokens_and_the_token_in_the_corner():
     assert not torch.isclose(out[:, :, 3:], x[:, :, 3:]).all(-1).any()
 
 
-def test_products_depend_on_the_difference_of_places_alone():
+def test_products_depend_on_the_difference_of_positions_alone():
     """Of equal tokens everywhere: the same for all pairs with the same distance in rows and in columns."""
     q, k = torch.randn(2, 1, 1, 1, D, dtype=torch.float64).expand(2, 1, 1, ROWS * COLUMNS, D)
     rotation = Rotation(D, grid=(ROWS, COLUMNS))
@@ -51,7 +51,7 @@ def test_relu2_rope_has_weights_that_are_not_negative_and_sum_to_one():
 
 
 @pytest.mark.parametrize("name", ["relu2_rope", "softmax_rope"])
-def test_equal_tokens_at_different_places_get_different_outputs(name):
+def test_equal_tokens_at_different_positions_get_different_outputs(name):
     """Without rotations all queries would see the same weights."""
     module = create_attention(name, H * D, H, grid=(ROWS, COLUMNS)).double()
     q, k = torch.randn(2, B, H, 1, D, dtype=torch.float64).abs().expand(2, B, H, ROWS * COLUMNS, D)
@@ -94,14 +94,14 @@ def test_wrong_options_are_errors():
 def test_padded_batches_have_no_common_grid_to_scale():
     module, q = create_attention("relu2_rope", H * D, H, grid_ref=(ROWS, COLUMNS)), tokens(dtype=torch.float32)
     mask = torch.ones(B, ROWS * COLUMNS, dtype=torch.bool)
-    with pytest.raises(ValueError, match="grid_ref scales places to the grid of an image"):
+    with pytest.raises(ValueError, match="grid_ref scales positions to the grid of an image"):
         attend(module, q, q, q, mask, mask)
 
 
 def test_parts_of_an_image_are_refused():
-    """They do not know the place of their tokens in the whole image."""
+    """They do not know the position of their tokens in the whole image."""
     model = timm.create_model("sima_deit_tiny_patch16_224", attention="relu2_rope", depth=1, num_classes=2)
-    with pytest.raises(ValueError, match=r"blocks\.0\.attn\.q_map \(Rotation\): it needs the place of each token"):
+    with pytest.raises(ValueError, match=r"blocks\.0\.attn\.q_map \(Rotation\): it needs the position of each token"):
         check_model(model)
     with pytest.raises(ValueError, match=r"blocks\.0\.attn is Relu2RopeAttention, which cannot run tile by tile"):
         tiled_attention("blocks.0.attn", model.blocks[0].attn)

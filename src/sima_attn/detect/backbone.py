@@ -79,8 +79,8 @@ def attend(attn: Attention, q: Tensor, k: Tensor, v: Tensor, is_image: Tensor, k
     """Attention that ignores padding; `is_image` [B, N] and `keys` [B, M] are True for image tokens."""
     if any(getattr(module, "grid_ref", None) for module in attn.modules()):
         raise ValueError(
-            "grid_ref scales places to the grid of an image, and this batch has images of several sizes; omit it, or "
-            "use images of one size"
+            "grid_ref scales positions to the grid of an image, and this batch has images of several sizes; omit it, "
+            "or use images of one size"
         )
     if isinstance(attn, SimAttention):
         return attn.join(attn.core(q, k, v, is_image, keys))

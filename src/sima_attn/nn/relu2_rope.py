@@ -1,4 +1,4 @@
-"""relu2 of rotated queries and keys: its weights depend on the places of both tokens.
+"""relu2 of rotated queries and keys: its weights depend on the positions of both tokens.
 
 Shapes: B batch, H heads, N tokens, D channels per head.
 """
@@ -14,7 +14,7 @@ class Relu2RopeAttention(RotatedAttention, Relu2Attention):
         O_i = phi(R_i q_i) S / max(phi(R_i q_i) . z, 1e-6) + conv3x3(v)_i,    S = sum_j phi(R_j k_j) v_j^T
 
     The rotation comes before phi, so the weights are not negative and sum to one, as in `relu2`, and its kernels are
-    the same. They do not depend on the difference of places alone, as those of softmax with rotations do.
+    the same. They do not depend on the difference of positions alone, as those of softmax with rotations do.
 
     Args:
         args, kwargs: Arguments of `Relu2Attention`, and `base` and `grid_ref` of `Rotation`.

@@ -1,4 +1,4 @@
-"""Rotation of queries and keys by the place of their token (RoPE), so that attention weights depend on places.
+"""Rotation of queries and keys by the position of their token (RoPE), so that attention weights depend on positions.
 
 Shapes: B batch, H heads, N tokens, D channels per head.
 """
@@ -30,11 +30,11 @@ class Rotation(nn.Module, OnPatches):
         base: The ratio of the largest angle per row to the smallest, about.
         grid: (rows, columns) of the patch tokens. By default that of the image, or a square, found at each call.
         prefix_tokens: Number of tokens before the patch tokens. By default the smallest from 0 to 8 that fits.
-        grid_ref: (rows, columns) of the training size. The places of a grid of another size are scaled to it, so that
-            images of all sizes cover the same angles. By default an angle per row is the same at all sizes.
+        grid_ref: (rows, columns) of the training size. The positions of a grid of another size are scaled to it, so
+            that images of all sizes cover the same angles. By default an angle per row is the same at all sizes.
     """
 
-    user = "a rotation by places"
+    user = "a rotation by position"
 
     def __init__(
         self,
@@ -114,9 +114,9 @@ class RotatedAttention(LocalAttention):
         grid_ref: Grid | None = None,
         **kwargs,
     ) -> None:
-        place: dict[str, Any] = {"grid": grid, "prefix_tokens": prefix_tokens}
-        super().__init__(dim, num_heads, *args, **place, **kwargs)
-        self.rotation = Rotation(self.head_dim, base=base, grid_ref=grid_ref, **place)
+        layout: dict[str, Any] = {"grid": grid, "prefix_tokens": prefix_tokens}
+        super().__init__(dim, num_heads, *args, **layout, **kwargs)
+        self.rotation = Rotation(self.head_dim, base=base, grid_ref=grid_ref, **layout)
 
     def with_rotations(self, cost: Cost) -> Cost:
         """The cost with memory for the rotated queries and keys."""

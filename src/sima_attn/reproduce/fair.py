@@ -72,7 +72,7 @@ class Method:
         )
 
 
-SCALED_PLACES = {"attention_options": {"grid_ref": [16, 16]}}  # the grid at 64 px; for the evaluation at other sizes
+SCALED_POSITIONS = {"attention_options": {"grid_ref": [16, 16]}}  # the grid at 64 px; for the evaluation at other sizes
 
 METHODS = (
     Method("softmax", "ViT, softmax", "softmax"),
@@ -87,14 +87,14 @@ METHODS = (
         "ViT, softmax, the convolution and rotations",
         "softmax_rope",
         baseline="softmax_rope",
-        options=SCALED_PLACES,
+        options=SCALED_POSITIONS,
     ),
     Method(
         "relu2_rope",
         "ViT, relu2, the convolution and rotations",
         "relu2_rope",
         baseline="softmax_rope",
-        options=SCALED_PLACES,
+        options=SCALED_POSITIONS,
     ),
     Method("xcit_xca", "XCiT, XCA", "xca", XCIT, "xcit_xca"),
     Method("xcit_sima", "XCiT, SimA", "sima", XCIT, "xcit_xca"),

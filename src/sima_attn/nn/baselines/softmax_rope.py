@@ -13,7 +13,7 @@ from sima_attn.ops.cost import AttentionShape, Cost
 class SoftmaxRopeAttention(RotatedAttention, SoftmaxLocalAttention):
     """O = softmax((R Q) (R K)^T / sqrt(D)) V + conv3x3(V): R turns channels by the row and the column of a token.
 
-    A weight depends on the places by their difference alone. The convolution starts at zero.
+    A weight depends on the positions by their difference alone. The convolution starts at zero.
 
     Args:
         args, kwargs: Arguments of `SoftmaxLocalAttention`, and `base` and `grid_ref` of `Rotation`.
