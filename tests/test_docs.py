@@ -238,7 +238,7 @@ def tables_of_rows() -> list[tuple[str, str, str]]:
     from sima_attn.report.rows import read_rows
     from sima_attn.reproduce.dino import DinoCurveRow, DinoResultRow
     from sima_attn.reproduce.dino_report import dino_curve_table, dino_table
-    from sima_attn.reproduce.fair import fair_table
+    from sima_attn.reproduce.fair import best_sizes_table, fair_table, sweep_table
     from sima_attn.reproduce.miniature import ResultRow, SizeRow
     from sima_attn.reproduce.miniature_report import results_table, sizes_table
     from sima_attn.reproduce.table_1 import ModelRow, table_1
@@ -257,6 +257,7 @@ def tables_of_rows() -> list[tuple[str, str, str]]:
     students = mini_table(rows("linearize_mini.csv", MiniRow))
     cifar = cifar_table(rows("finetune_cifar.csv", CifarRow))
     miniature = results_table(rows("miniature.csv", ResultRow))
+    fair = rows("fair.csv", ResultRow)
     gigapixel = rows("gigapixel.csv", GigapixelRow)
     notes = "docs/engineering-notes.md"
     tables = [
@@ -303,11 +304,9 @@ def tables_of_rows() -> list[tuple[str, str, str]]:
         ),
         ("docs/miniature.md", "miniature.csv", without(miniature, "what it is", "heads", "params")),
         ("docs/miniature.md", "unsure.csv", unsure_table(rows("unsure.csv", UnsureRow))),
-        *(
-            ("docs/miniature.md", name, sizes_table(rows(name, SizeRow)))
-            for name in ("miniature_sizes.csv", "fair_sizes.csv")
-        ),
-        ("docs/miniature.md", "fair.csv", fair_table(rows("fair.csv", ResultRow))),
+        ("docs/miniature.md", "miniature_sizes.csv", sizes_table(rows("miniature_sizes.csv", SizeRow))),
+        ("docs/miniature.md", "fair_sizes.csv", best_sizes_table(fair, rows("fair_sizes.csv", SizeRow))),
+        *(("docs/miniature.md", "fair.csv", table(fair)) for table in (fair_table, sweep_table)),
         *(
             ("docs/scale.md", "communication.csv", table(rows("communication.csv", CommunicationRow)))
             for table in (bytes_table, scaling_table)

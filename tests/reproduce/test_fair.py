@@ -10,8 +10,19 @@ from sima_attn import cli
 from sima_attn.models.building import build_model
 from sima_attn.report.rows import read_rows
 from sima_attn.reproduce import fair, miniature
-from sima_attn.reproduce.fair import FAIR_GRID, METHODS, Outcome, Setting, fair_table, next_runs, plot, verdict
-from sima_attn.reproduce.miniature import ResultRow, miniature_recipe
+from sima_attn.reproduce.fair import (
+    FAIR_GRID,
+    METHODS,
+    Outcome,
+    Setting,
+    best_sizes_table,
+    fair_table,
+    next_runs,
+    plot,
+    sweep_table,
+    verdict,
+)
+from sima_attn.reproduce.miniature import ResultRow, SizeRow, miniature_recipe
 from sima_attn.train.stopping import RunInterrupted
 from small_runs import class_folders
 
@@ -103,7 +114,7 @@ def test_runs_that_diverge_are_not_made_again_and_are_told(two_methods):
     rows += [row(SIMA.run(best).name, math.nan, seed=1), row(SIMA.run(best).name, 42.0, seed=2)]
     line = fair_table(rows).lines[0]
     assert line[0] == "ViT, SimA"
-    assert line[4:] == ["41.0 ± 1.4", "2, 1 diverged", "-"]
+    assert line[4:] == ["41.0 ± 1.4", "2, 1 diverged", "no run of it"]
 
 
 def test_level_is_a_difference_below_two_standard_errors():
@@ -112,9 +123,27 @@ def test_level_is_a_difference_below_two_standard_errors():
 
     low, high = outcome(50.0, 51.0, 52.0), outcome(51.0, 52.0, 53.0)  # each has a standard error of 1 / sqrt(3)
     assert verdict(high, low) == "level (+1.0)"
+    assert verdict(outcome(49.99, 50.99, 51.99), low) == "level (+0.0)"  # not -0.0
     assert verdict(outcome(52.0, 53.0, 54.0), low) == "+2.0"
     assert verdict(low, outcome(52.0, 53.0, 54.0)) == "-2.0"
     assert verdict(outcome(53.0), low) == "+2.0, one seed"
+
+
+def test_every_setting_that_was_tried_is_in_the_table_of_the_sweep(two_methods):
+    rows = [row("vit_sima_relu_2e-3", 40.0), row("vit_sima_relu_2e-3", 44.0, seed=1), row("vit_sima_relu_4e-3", 41.0)]
+    table = sweep_table(rows)
+    assert table.header[2:] == ["gelu, 1e-3", "gelu, 2e-3", "gelu, 4e-3", "relu, 1e-3", "relu, 2e-3", "relu, 4e-3"]
+    numbers = ["-", "-", "-", "-", "40.0", "41.0"]
+    assert table.lines == [["ViT, SimA", "60", *numbers], ["ViT, SimA without any exp()", "60", *numbers]]
+
+
+def test_other_sizes_are_shown_of_the_best_settings_alone(two_methods):
+    rows = [row("vit_sima_gelu_1e-3", 40.0), row("vit_sima_gelu_2e-3", 39.0), row("vit_sima_gelu_2e-3", 60.0, epochs=9)]
+    sizes = [SizeRow(each.name, 0, each.epochs, 48, False, each.top1 / 2, 0.0) for each in rows]
+    assert best_sizes_table(rows, sizes).lines == [
+        ["vit_sima_gelu_1e-3", "60", "no", "20.0"],
+        ["vit_sima_gelu_2e-3", "9", "no", "30.0"],
+    ]
 
 
 def test_the_figure_is_drawn_from_part_of_the_runs(tmp_path):

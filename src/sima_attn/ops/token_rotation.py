@@ -18,12 +18,11 @@ def token_rotation(x: Tensor, cos: Tensor, sin: Tensor, *, backend: str = "auto"
         x: [B, H, N, D], D even.
         cos, sin: Of the angles [N, D / 2], contiguous and in float32, for float64 inputs in float64. They get no
             gradient.
-        backend: As for `sima_attention`; "auto" is plain torch under torch.compile, which fuses it with its neighbors.
+        backend: As for `sima_attention`.
     """
     key = call_key((x, cos, sin), ("token_rotation", backend))
     if (call := prepared_call(key)) is None:
-        is_fused = backend == "auto" and torch.compiler.is_compiling()
-        if is_fused or choose_backend(x, backend, lambda: unsupported_reason(x, x, x, "kv")) == "eager":
+        if choose_backend(x, backend, lambda: unsupported_reason(x, x, x, "kv")) == "eager":
             return _rotate(x, cos, sin)
         from sima_attn.ops.triton_token_rotation import RotationCall
 

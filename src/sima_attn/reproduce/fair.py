@@ -196,13 +196,15 @@ def next_runs(
     return list(wanted.values())
 
 
-def verdict(ours: Outcome, baseline: Outcome) -> str:
+def verdict(ours: Outcome, baseline: Outcome | None) -> str:
     """The difference of two means, or "level" where it is smaller than two standard errors."""
+    if baseline is None:
+        return "no run of it"
     difference = mean(ours.top1) - mean(baseline.top1)
     if min(len(ours.top1), len(baseline.top1)) < 2:
         return f"{difference:+.1f}, one seed"
     if abs(difference) < 2 * math.sqrt(ours.squared_error + baseline.squared_error):
-        return f"level ({difference:+.1f})"
+        return f"level ({difference:+z.1f})"
     return f"{difference:+.1f}"
 
 
@@ -226,32 +228,63 @@ def fair_table(rows: Sequence[ResultRow]) -> TextTable:
                     f"{ours.setting.activation}, {ours.setting.lr}",
                     f"{mean(ours.top1):.1f}{spread}",
                     f"{len(ours.top1)}{f', {ours.failed} diverged' * bool(ours.failed)}",
-                    "-" if method.name == method.baseline or baseline is None else verdict(ours, baseline),
+                    "-" if method.name == method.baseline else verdict(ours, baseline),
                 ]
             )
     return TextTable(header, lines)
 
 
+def sweep_table(rows: Sequence[ResultRow]) -> TextTable:
+    """The accuracy at every setting that was tried, with the seed of the sweep; one line per method and schedule."""
+    settings = [Setting(activation, lr) for activation in ACTIVATIONS for lr in (*LEARNING_RATES, HIGHEST)]
+    lines = []
+    for epochs in sorted({row.epochs for row in rows}):
+        results = Results(rows, epochs)
+        for method in METHODS:
+            sweep = results.sweep(method, results.seeds[0])
+            if sweep:
+                cells = [f"{sweep[setting]:.1f}" if setting in sweep else "-" for setting in settings]
+                lines.append([method.about, str(epochs), *cells])
+    return TextTable(["method", "epochs", *(f"{setting.activation}, {setting.lr}" for setting in settings)], lines)
+
+
+def best_sizes_table(results: Sequence[ResultRow], sizes: Sequence[SizeRow]) -> TextTable:
+    """The best setting of each method at other image sizes, the mean over its seeds."""
+    best = {
+        (method.run(ours.setting).name, epochs)
+        for epochs in {row.epochs for row in results}
+        for method in METHODS
+        if (ours := Results(results, epochs).outcome(method)) is not None
+    }
+    return sizes_table([row for row in sizes if (row.name, row.epochs) in best])
+
+
 def tables(results: Sequence[ResultRow], sizes: Sequence[SizeRow], curves: Sequence[CurveRow]) -> dict[str, TextTable]:
     """Title -> table."""
-    found = {"Each method at its best setting": fair_table(results)}
-    return found | ({"Top-1 at other image sizes": sizes_table(sizes)} if sizes else {})
+    found = {
+        "Each method at its best setting": fair_table(results),
+        "Top-1 at each setting of the sweep": sweep_table(results),
+    }
+    return found | ({"Top-1 at other image sizes": best_sizes_table(results, sizes)} if sizes else {})
 
 
 def plot(results: Sequence[ResultRow], sizes: Sequence[SizeRow], curves: Sequence[CurveRow], path: Path) -> None:
-    """The settings of each method as dots, the best one filled with a dot per seed, and the mean of these as a line."""
+    """The settings of each method as dots, the best one filled with a dot per seed, and the mean of these as a line.
+
+    Methods whose baseline has no run are omitted: their place on the axis would compare them with other baselines.
+    """
     epochs = max(row.epochs for row in results)
     found = Results(results, epochs)
-    with figure(path, figsize=(8, 0.6 * len(METHODS) + 1.5)) as (_, axes):
-        for place, method in enumerate(METHODS):
-            ours = found.outcome(method)
-            if ours is None:
-                continue
+    known = {method.name: ours for method in METHODS if (ours := found.outcome(method)) is not None}
+    outcomes = [(method, known[method.name]) for method in METHODS if known.keys() >= {method.name, method.baseline}]
+    with figure(path, figsize=(8, 0.5 * len(outcomes) + 1.2)) as (_, axes):
+        for place, (method, ours) in enumerate(outcomes):
             others = [top1 for setting, top1 in found.sweep(method, found.seeds[0]).items() if setting != ours.setting]
             axes.scatter(others, [place] * len(others), facecolors="none", edgecolors="gray", zorder=2)
             axes.scatter(ours.top1, [place] * len(ours.top1), color="crimson", zorder=3)
             axes.plot([mean(ours.top1)] * 2, [place - 0.3, place + 0.3], color="crimson", zorder=3)
-        axes.set_yticks(range(len(METHODS)), [method.about for method in METHODS])
+        axes.set_yticks(range(len(outcomes)), [method.about for method, _ in outcomes])
         axes.invert_yaxis()
-        axes.set_xlabel(f"top-1 on val, %, {epochs} epochs (filled: best setting, one dot per seed; line: their mean)")
+        axes.set_xlabel(f"top-1 on val in percent, {epochs} epochs")
+        axes.set_title("best setting: one dot per seed, and their mean; open: other settings", fontsize="medium")
         axes.grid(axis="x", alpha=0.3)
