@@ -125,7 +125,7 @@ def test_a_run_writes_rows_is_not_made_twice_and_is_resumed(data, tmp_path, monk
         "train_dino",
         lambda *args, resume, **options: resumed.append(resume) or train(*args, resume=resume, **options),
     )
-    ((run, made),) = GRID.make_runs([SIMA], tmp_path, data, device="cpu")
+    ((run, made),) = GRID.make_runs(lambda: [SIMA], tmp_path, data, device="cpu")
     assert resumed == [True]
     assert run is SIMA
     assert (made.status, made.steps, made.epochs, made.weights, made.jobs) == ("finished", 6, 2, "dino", 1)
@@ -211,10 +211,13 @@ def test_the_command_makes_all_kinds_of_runs(data, tmp_path, monkeypatch):
 
 
 @pytest.mark.timeout(300)  # two new processes import torch, on a busy machine for a minute
-def test_runs_side_by_side_have_a_process_each():
-    rows = in_processes(partial(divmod, 7), [0, 5], jobs=2)
+def test_runs_side_by_side_have_a_process_each_and_lead_to_others():
+    wanted = [0, 5]
+    rows = in_processes(partial(divmod, 7), lambda: wanted, jobs=2)
     assert next(rows) == (5, (1, 2))
-    with pytest.raises(ZeroDivisionError):  # of the first run: raised when the other is done
+    wanted.append(3)  # known now that there is a result
+    assert next(rows) == (3, (2, 1))
+    with pytest.raises(ZeroDivisionError):  # of the first run: raised when the others are done
         next(rows)
 
 

@@ -122,7 +122,7 @@ def test_a_run_writes_rows_is_not_made_twice_and_is_resumed(data, tmp_path, monk
         "train_classifier",
         lambda *args, resume, **options: resumed.append(resume) or train(*args, resume=resume, **options),
     )
-    ((run, made),) = GRID.make_runs([HEAD], tmp_path, data, device="cpu")
+    ((run, made),) = GRID.make_runs(lambda: [HEAD], tmp_path, data, device="cpu")
     assert resumed == [True]
     assert run is HEAD
     assert (made.status, made.steps, made.seed, made.heads) == ("finished", 12, 0, 3)
@@ -162,7 +162,7 @@ def test_another_error_is_no_result(tmp_path):
 def test_a_run_in_a_process_is_the_run_made_here(data, tmp_path):
     runs = [replace(HEAD, headline=False, seed=seed) for seed in (0, 1)]
     alone = [GRID.make_run(run, tmp_path / "alone", data, device="cpu", quiet=True) for run in runs]
-    ((_, made),) = GRID.make_runs(runs[1:], tmp_path / "process", data, device="cpu", jobs=2)
+    ((_, made),) = GRID.make_runs(lambda: runs[1:], tmp_path / "process", data, device="cpu", jobs=2)
     assert (made.top1, made.top5) == (alone[1].top1, alone[1].top5)
     GRID.collect(tmp_path / "alone")
     assert [r.seed for r in GRID.read_collected(tmp_path / "alone")[0]] == [0, 1]

@@ -274,7 +274,7 @@ def test_a_grid_passes_a_signal_on_and_starts_no_more_runs(tmp_path):
     sender = threading.Thread(target=send_when_started)
     sender.start()
     with pytest.raises(RunInterrupted) as raised:
-        list(in_processes(wait_for_signal, folders, jobs=1))
+        list(in_processes(wait_for_signal, lambda: folders, jobs=1))
     sender.join()
     assert raised.value.code == 130
     assert sorted(path.name for path in folders[0].iterdir()) == ["SIGTERM", "started"]

@@ -1,7 +1,6 @@
 """`sima reproduce`: the paper's comparisons, run again."""
 
-import itertools
-from collections.abc import Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,7 +43,7 @@ def miniature_command(
     from sima_attn.reproduce import miniature, miniature_report
 
     runs = miniature.planned_runs(only or (), epochs=epochs, seeds=seeds)
-    run_grid(miniature.GRID, [runs], out, data, device, jobs, miniature_report, out / "miniature.png")
+    run_grid(miniature.GRID, lambda: runs, out, data, device, jobs, miniature_report, out / "miniature.png")
 
 
 @app.command("fair")
@@ -64,9 +63,11 @@ def fair_command(
     from sima_attn.reproduce import fair
 
     grid = fair.FAIR_GRID
-    # What comes next depends on the results so far.
-    stages = iter(lambda: fair.next_runs(grid.read_collected(out)[0], epochs=epochs, seeds=seeds, only=only or ()), [])
-    run_grid(grid, stages, out, data, device, jobs, fair, out / "fair.png")
+
+    def wanted() -> list[Any]:  # depends on the results so far
+        return fair.next_runs(grid.read_collected(out)[0], epochs=epochs, seeds=seeds, only=only or ())
+
+    run_grid(grid, wanted, out, data, device, jobs, fair, out / "fair.png")
 
 
 @app.command("dino")
@@ -83,12 +84,12 @@ def dino_command(
     from sima_attn.reproduce import dino, dino_report
 
     runs = dino.planned_dino_runs(only or (), epochs=epochs)
-    run_grid(dino.GRID, [runs], out, data, device, jobs, dino_report, out / "dino.png")
+    run_grid(dino.GRID, lambda: runs, out, data, device, jobs, dino_report, out / "dino.png")
 
 
 def run_grid(
     grid: "Grid",
-    stages: Iterable[list[Any]],
+    wanted: Callable[[], list[Any]],
     out: Path,
     data: str,
     device: str,
@@ -99,7 +100,7 @@ def run_grid(
     """Make the runs, then write and print the tables and the figure of all finished runs; also if it is interrupted.
 
     Args:
-        stages: Lists of runs; each is asked for when the runs before it are made.
+        wanted: Returns the runs to make, see `Grid.make_runs`.
         report: Module with `tables` and `plot` for the grid's rows.
     """
     from sima_attn.data.splits import open_data
@@ -109,8 +110,7 @@ def run_grid(
     for split in ("train", "val"):
         open_data(data, split)  # raises for wrong data before anything runs
     try:
-        for runs in stages:
-            make_runs(grid, runs, out, data, resolve_device(device), jobs)
+        make_runs(grid, wanted, out, data, resolve_device(device), jobs)
     except RunInterrupted:
         if (out / RESULTS).exists():
             write_report(grid, out, report, figure)
@@ -131,19 +131,25 @@ def write_report(grid: "Grid", out: Path, report: Any, figure: Path) -> None:
     console.print(f"Rows, tables.md and {figure.name}: {out}")
 
 
-def make_runs(grid: "Grid", runs: list[Any], out: Path, data: str, device: str, jobs: int) -> None:
+def make_runs(grid: "Grid", wanted: Callable[[], list[Any]], out: Path, data: str, device: str, jobs: int) -> None:
     """Make the runs and print the result of each. One at a time, each run shows its own progress bar."""
+    made: set[str] = set()
+
+    def total() -> int:  # known so far
+        return len(made.union(run.folder for run in wanted()))
+
     if jobs == 1:
-        numbers = itertools.count(1)
 
         def announce(run: Any) -> None:
-            console.print(f"run {next(numbers)} of {len(runs)}: {run.folder} ({run.about})")
+            console.print(f"run {len(made) + 1} of {total()}: {run.folder} ({run.about})")
 
-        for _, row in grid.make_runs(runs, out, data, device=device, on_start=announce):
+        for run, row in grid.make_runs(wanted, out, data, device=device, on_start=announce):
+            made.add(run.folder)
             console.print(f"  {row.summary()}")
         return
     with progress_bar() as bar:
-        task = bar.add_task(f"{jobs} runs at a time", total=len(runs))
-        for run, row in grid.make_runs(runs, out, data, device=device, jobs=jobs):
-            bar.update(task, advance=1)
+        task = bar.add_task(f"{jobs} runs at a time", total=total())
+        for run, row in grid.make_runs(wanted, out, data, device=device, jobs=jobs):
+            made.add(run.folder)
+            bar.update(task, completed=len(made), total=total())
             teller(bar.console)(f"{run.folder}: {row.summary()}")

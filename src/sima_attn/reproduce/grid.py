@@ -148,7 +148,7 @@ class Grid:
 
     def make_runs(
         self,
-        runs: Sequence[Any],
+        wanted: Callable[[], Sequence[Any]],
         out: Path,
         data: str,
         *,
@@ -158,16 +158,20 @@ class Grid:
     ) -> Iterator[tuple[Any, Any]]:
         """Make the runs, `jobs` at a time on one device; yields (run, result) once the result is collected.
 
-        `on_start` is called with each run where they are made one after the other.
+        Args:
+            wanted: Returns the runs to make. It is called before each run, and may read the collected results.
+            on_start: Called with each run where they are made one after the other.
         """
         make = partial(self.make_run, out=out, data=data, device=device, jobs=jobs)
 
         def one_by_one() -> Iterator[tuple[Any, Any]]:
-            for run in runs:
+            done: list[Any] = []
+            while (run := next((run for run in wanted() if run not in done), None)) is not None:
+                done.append(run)
                 on_start(run)
                 yield run, make(run)
 
-        for made in one_by_one() if jobs == 1 else in_processes(partial(make, quiet=True), runs, jobs):
+        for made in one_by_one() if jobs == 1 else in_processes(partial(make, quiet=True), wanted, jobs):
             self.collect(out)
             yield made
 
