@@ -110,6 +110,7 @@ def test_blocks_are_the_papers_and_their_shares():
         (DEIT, {"attention": "softmax"}),
         (DEIT, {"class_token": False, "global_pool": "avg"}),
         (DEIT, {"attention": "sima_local"}),
+        (DEIT, {"attention": "sima_rope"}),
         (DEIT, {"attention": "relu2_wide"}),
         (XCIT, {}),
         (XCIT, {"token_ref": "train"}),

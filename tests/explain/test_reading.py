@@ -9,6 +9,7 @@ from closeness import assert_close
 from sima_attn import convert
 from sima_attn.explain import read_attention
 from sima_attn.nn.attention import Attention
+from sima_attn.nn.grid import on_grid
 from sima_attn.ops.reference import normalize_tokens, sima_matrix_reference
 
 FLOAT32 = 1e-5
@@ -50,6 +51,16 @@ def test_the_output_of_the_layer_follows_from_the_q_and_k_that_were_read(name):
         with torch.no_grad():
             v = layer.module.split(*inputs)[2]
             assert_close(layer.module.join(layer.matrix() @ v), output, FLOAT32)
+
+
+def test_maps_are_of_the_rotated_queries_and_keys():
+    """The l1 norm of a channel that is turned is not that of the channel."""
+    layer = read_attention(deit(attention="sima_rope"), image()).layers[0]
+    rotation, (rows, columns) = layer.module.rotation, layer.tokens("q")[1]
+    with on_grid(rotation, (rows, columns)):
+        turned = rotation(layer.q)
+    assert_close(layer.normalized("q"), normalize_tokens(turned, "l1", 1e-12), FLOAT32)
+    assert_close(layer.normalized("q") @ layer.normalized("k").mT * turned.shape[2] / turned.shape[3], layer.matrix())
 
 
 def test_torchvisions_and_transformers_models_can_be_read():

@@ -76,6 +76,10 @@ def rotated(x, base=50.0):
     return out
 
 
+def sima_rope(module, q, k, v, head):
+    return len(q) / q.shape[1] * sima(module, rotated(q), rotated(k), v, head) + conv3x3(module, v, head)
+
+
 def relu2_rope(module, q, k, v, head):
     return relu2(module, rotated(q), rotated(k), v, head)
 
@@ -198,6 +202,7 @@ def nystrom(module, q, k, v, head):
 FORMULAS = {
     "sima": sima,
     "sima_local": sima_local,
+    "sima_rope": sima_rope,
     "relu2": relu2,
     "relu2_wide": relu2_wide,
     "relu2_rope": relu2_rope,

@@ -19,7 +19,7 @@ from sima_attn.ops import AttentionShape, sima_attention
 
 B, H, D = 2, 3, 8
 every = pytest.mark.parametrize("name", [name for name, cls in ATTENTIONS.items() if cls.has_local_branch])
-ROTATED = ("relu2_rope", "softmax_rope")
+ROTATED = ("sima_rope", "relu2_rope", "softmax_rope")
 of_own_code = pytest.mark.parametrize("name", ["sima_local", "relu2_wide", *ROTATED])  # the others are parts of these
 VIT = {"img_size": 64, "depth": 2, "embed_dim": 48, "num_heads": 3, "num_classes": 5}
 
@@ -219,9 +219,10 @@ def test_options_without_sense_are_refused(name, options, message):
         create_attention(name, H * D, H, **options)
 
 
-def test_sima_local_has_no_token_ref_to_set():
+@pytest.mark.parametrize("name", ["sima_local", "sima_rope"])
+def test_sima_with_a_local_branch_has_no_token_ref_to_set(name):
     with pytest.raises(TypeError, match="token_ref"):
-        create_attention("sima_local", H * D, H, token_ref=196)
+        create_attention(name, H * D, H, token_ref=196)
 
 
 @every
@@ -245,7 +246,7 @@ def test_weights_of_timm_load_and_leave_the_new_parameters_alone(name):
         assert name != "sima_local" or (block.attn.gain == 1).all()
 
 
-@pytest.mark.parametrize("name", ["sima_local", "relu2", "relu2_wide"])
+@pytest.mark.parametrize("name", ["sima_local", "sima_rope", "relu2", "relu2_wide"])
 def test_is_free_of_exp(name):
     assert_exp_free(create_attention(name, H * D, H), torch.randn(1, 17, H * D))
     assert_exp_free(vit(attn_layer=type(create_attention(name, 8, 2)), act_layer=torch.nn.ReLU), 64)

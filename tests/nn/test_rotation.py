@@ -6,10 +6,11 @@ import torch
 from timm.layers import apply_rot_embed, build_rotary_pos_embed
 
 from closeness import assert_close
-from sima_attn.detect.backbone import attend
+from sima_attn.detect.backbone import self_attend
 from sima_attn.gigapixel.attentions import tiled_attention
 from sima_attn.nn import create_attention
 from sima_attn.nn.rotation import Rotation
+from sima_attn.ops import sima_attention
 from sima_attn.parallel.api import check_model
 
 B, H, D = 2, 3, 8
@@ -50,7 +51,7 @@ def test_relu2_rope_has_weights_that_are_not_negative_and_sum_to_one():
     assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
 
 
-@pytest.mark.parametrize("name", ["relu2_rope", "softmax_rope"])
+@pytest.mark.parametrize("name", ["sima_rope", "relu2_rope", "softmax_rope"])
 def test_equal_tokens_at_different_positions_get_different_outputs(name):
     """Without rotations all queries would see the same weights."""
     module = create_attention(name, H * D, H, grid=(ROWS, COLUMNS)).double()
@@ -91,17 +92,29 @@ def test_wrong_options_are_errors():
         Rotation(D, base=1.0)
 
 
-def test_padded_batches_have_no_common_grid_to_scale():
-    module, q = create_attention("relu2_rope", H * D, H, grid_ref=(ROWS, COLUMNS)), tokens(dtype=torch.float32)
-    mask = torch.ones(B, ROWS * COLUMNS, dtype=torch.bool)
+@pytest.mark.parametrize("name", ["sima_rope", "relu2_rope"])
+def test_padded_batches_have_no_common_grid_to_scale(name):
+    module = create_attention(name, H * D, H, grid_ref=(ROWS, COLUMNS))
     with pytest.raises(ValueError, match="grid_ref scales positions to the grid of an image"):
-        attend(module, q, q, q, mask, mask)
+        self_attend(module, torch.randn(B, ROWS * COLUMNS, H * D), torch.ones(B, ROWS * COLUMNS, dtype=torch.bool))
 
 
-def test_parts_of_an_image_are_refused():
+@pytest.mark.parametrize(("name", "path"), [("sima_rope", "rotation"), ("relu2_rope", "q_map")])
+def test_parts_of_an_image_are_refused(name, path):
     """They do not know the position of their tokens in the whole image."""
-    model = timm.create_model("sima_deit_tiny_patch16_224", attention="relu2_rope", depth=1, num_classes=2)
-    with pytest.raises(ValueError, match=r"blocks\.0\.attn\.q_map \(Rotation\): it needs the position of each token"):
+    model = timm.create_model("sima_deit_tiny_patch16_224", attention=name, depth=1, num_classes=2)
+    with pytest.raises(ValueError, match=rf"blocks\.0\.attn\.{path} \(Rotation\): it needs the position of each token"):
         check_model(model)
-    with pytest.raises(ValueError, match=r"blocks\.0\.attn is Relu2RopeAttention, which cannot run tile by tile"):
-        tiled_attention("blocks.0.attn", model.blocks[0].attn)
+    attention = model.blocks[0].attn
+    with pytest.raises(ValueError, match=rf"blocks\.0\.attn is {type(attention).__name__}, which cannot run tile by"):
+        tiled_attention("blocks.0.attn", attention)
+    with pytest.raises(ValueError, match="rotations need the position of each token in the whole image: omit group"):
+        create_attention("sima_rope", H * D, H, group=object())
+
+
+def test_sima_rope_starts_as_sima_of_rotated_tokens_at_one_scale_for_all_sizes():
+    module = create_attention("sima_rope", H * D, H, grid=(ROWS, COLUMNS)).double()
+    q, k, v = tokens(), tokens(), tokens()
+    expected = sima_attention(module.rotation(q), module.rotation(k), v)
+    assert_close(module.core(q, k, v), ROWS * COLUMNS / D * expected)
+    assert module.token_ref == D

@@ -153,6 +153,16 @@ def test_the_twin_keeps_a_local_branch():
     assert (softmax_twin(model)(image) - same(image)).abs().max() > 1e-3
 
 
+def test_the_twin_keeps_the_rotation():
+    model, same = (
+        timm.create_model("sima_deit_tiny_patch16_224", **VIT, attention=name).eval()
+        for name in ("sima_rope", "softmax_rope")
+    )
+    same.load_state_dict(model.state_dict())
+    image = photo_model(model, size=32).prepare(Image.linear_gradient("L").convert("RGB"))
+    assert (softmax_twin(model)(image) - same(image)).abs().max() < 1e-5
+
+
 def test_a_softmax_model_is_timed_against_its_conversion(monkeypatch):
     monkeypatch.setattr(analysis, "TIMED_SECONDS", 0.0)
     analyzer = Analyzer(small_subject("vit_tiny_patch16_224"), LIMITS)

@@ -28,6 +28,7 @@ from sima_attn.models.cvt import Cvt, to_map
 from sima_attn.nn import Attention, Relu2Attention, SimAttention
 from sima_attn.nn.baselines.softmax import SoftmaxAttention
 from sima_attn.nn.baselines.xca import XCAttention
+from sima_attn.nn.rotation import RotatedAttention
 
 STRIDE = 32  # of the coarsest map of the pyramid; sides are padded to multiples of it
 Grid = tuple[int, int]
@@ -77,11 +78,7 @@ def stack_padded(parts: Sequence[Tensor], canvas: Grid) -> Tensor:
 
 def attend(attn: Attention, q: Tensor, k: Tensor, v: Tensor, is_image: Tensor, keys: Tensor) -> Tensor:
     """Attention that ignores padding; `is_image` [B, N] and `keys` [B, M] are True for image tokens."""
-    if any(getattr(module, "grid_ref", None) for module in attn.modules()):
-        raise ValueError(
-            "grid_ref scales positions to the grid of an image, and this batch has images of several sizes; omit it, "
-            "or use images of one size"
-        )
+    _check_positions(attn)
     if isinstance(attn, SimAttention):
         return attn.join(attn.core(q, k, v, is_image, keys))
     if isinstance(attn, Relu2Attention):
@@ -99,8 +96,17 @@ def attend(attn: Attention, q: Tensor, k: Tensor, v: Tensor, is_image: Tensor, k
 def self_attend(attn: Attention, x: Tensor, is_image: Tensor) -> Tensor:
     """Self-attention of tokens [B, N, C] that ignores padding."""
     if isinstance(attn, SimAttention):
+        _check_positions(attn)
         return attn(x, token_mask=is_image)  # the kernels take its packed projection directly
     return attend(attn, *attn.split(x), is_image, is_image)
+
+
+def _check_positions(attn: Attention) -> None:
+    if isinstance(attn, RotatedAttention) and attn.rotation.grid_ref is not None:
+        raise ValueError(
+            "grid_ref scales positions to the grid of an image, and this batch has images of several sizes; omit it, "
+            "or use images of one size"
+        )
 
 
 class BlockMaps(nn.Module, ABC):

@@ -23,7 +23,9 @@ from sima_attn.nn.attention import Attention, SimAttention
 from sima_attn.nn.baselines.softmax import softmax_matrix
 from sima_attn.nn.baselines.xca import XCAttention
 from sima_attn.nn.eval_mode import eval_mode
+from sima_attn.nn.grid import on_grid
 from sima_attn.nn.multihead import SimMultiheadAttention
+from sima_attn.nn.rotation import RotatedAttention
 from sima_attn.ops.reference import normalize_tokens, sima_matrix_reference
 
 Grid = tuple[int, int]
@@ -55,12 +57,17 @@ class Layer:
         return (self.q, self.q_grid) if of == "q" else (self.k, self.k_grid)
 
     def normalized(self, of: str) -> Tensor:
-        """q or k [B, H, N, D] with the normalization of the attention.
+        """q or k [B, H, N, D] with the rotation and the normalization of the attention.
 
         SimA: each channel divided by its l1 norm over all tokens; XCA: by its l2 norm; others: unchanged.
         """
         norm, eps = _norm_over_tokens(self.module)
-        return normalize_tokens(self.tokens(of)[0], norm, eps)
+        x, grid = self.tokens(of)
+        module = core_of(self.module) or self.module
+        if isinstance(module, RotatedAttention):
+            with on_grid(module, grid):
+                x = module.rotation(x)
+        return normalize_tokens(x, norm, eps)
 
     def scores(self, of: str) -> Tensor:
         """One number per token [B, rows, columns]: the l2 norm of q-hat or k-hat over the channels of all heads."""

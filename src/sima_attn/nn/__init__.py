@@ -10,6 +10,7 @@ from sima_attn.nn.relu2 import Relu2Attention
 from sima_attn.nn.relu2_rope import Relu2RopeAttention
 from sima_attn.nn.relu2_wide import Relu2WideAttention
 from sima_attn.nn.sima_local import SimLocalAttention
+from sima_attn.nn.sima_rope import SimRopeAttention
 
 __all__ = [
     "ATTENTIONS",
@@ -22,6 +23,7 @@ __all__ = [
     "SimCrossAttention",
     "SimLocalAttention",
     "SimMultiheadAttention",
+    "SimRopeAttention",
     "attention_class",
     "create_attention",
     "follow_image_grid",

@@ -22,10 +22,12 @@ from sima_attn.nn.relu2 import Relu2Attention
 from sima_attn.nn.relu2_rope import Relu2RopeAttention
 from sima_attn.nn.relu2_wide import Relu2WideAttention
 from sima_attn.nn.sima_local import SimLocalAttention
+from sima_attn.nn.sima_rope import SimRopeAttention
 
 ATTENTIONS: dict[str, type[Attention]] = {
     "sima": SimAttention,
     "sima_local": SimLocalAttention,
+    "sima_rope": SimRopeAttention,
     "relu2": Relu2Attention,
     "relu2_wide": Relu2WideAttention,
     "relu2_rope": Relu2RopeAttention,

@@ -24,6 +24,7 @@ from sima_attn.explain.reading import Layer, Reading, read_attention
 from sima_attn.models.huggingface import TimmInterface
 from sima_attn.nn.attention import Attention, SimAttention
 from sima_attn.nn.local_values import LocalAttention
+from sima_attn.nn.rotation import RotatedAttention
 from sima_attn.report.timing import time_interleaved
 from sima_attn.serve.limits import Limits, Refusal
 from sima_attn.serve.photos import shrink
@@ -221,7 +222,9 @@ class SoftmaxCore(nn.Module):
 
 
 def softmax_core(attention: SimAttention, q: Tensor, k: Tensor, v: Tensor, **masks: Any) -> Tensor:
-    """q, k, v [B, H, N, D] -> o [B, H, N, D] by softmax, with the local branch of the attention, if it has one."""
+    """q, k, v [B, H, N, D] -> o [B, H, N, D] by softmax, with the rotation and the local branch of the attention."""
+    if isinstance(attention, RotatedAttention):
+        q, k = attention.rotation(q), attention.rotation(k)
     o = F.scaled_dot_product_attention(q, k, v, **masks)
     return o + attention.local(v) if isinstance(attention, LocalAttention) else o
 
