@@ -1,8 +1,6 @@
 """Fine-tuning: what is taken from the trained model, what learns, which weights are kept, and what is refused."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import timm
@@ -11,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from timm.layers import resample_abs_pos_embed
 from typer.testing import CliRunner
 
+import forked
 from sima_attn import finetune, save_official
 from sima_attn._settings import to_dict, with_overrides
 from sima_attn.auditing import audit
@@ -247,15 +246,10 @@ def test_a_resumed_run_ends_with_the_same_bits(step, source, photos, tmp_path, m
 
 
 def test_two_processes_give_the_weights_of_one(source, photos, tmp_path):
-    """torchrun, gloo: the same batches, evaluation and best weights; only the first process writes."""
+    """gloo: the same batches, evaluation and best weights; only the first process writes."""
     options = {"epochs": 2, "batch": 8, "size": 24, "overrides": [*FAST, "finetune.patience=1"], "quiet": True}
-    code = (
-        f"from sima_attn import finetune; finetune({str(source)!r}, {str(photos)!r}, 'two', device='cpu', **{options})"
-    )
-    (tmp_path / "tune.py").write_text(code)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "tune.py"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    log = tmp_path / "log"
+    assert forked.train_in_two(log, finetune, source, photos, tmp_path / "two", **options) == [0, 0], log.read_text()
     one = tuned(source, photos, tmp_path / "one", **options).model.state_dict()
     two = load_model(tmp_path / "two").model.state_dict()
     for name, weight in one.items():
