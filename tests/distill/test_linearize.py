@@ -48,7 +48,7 @@ SMALL = ["run.threads=1", "run.log_steps=1", "report.speed=false"]
 def teacher(tmp_path_factory):
     """A softmax ViT that knows the digits, without exp() outside of its attention."""
     folder = tmp_path_factory.mktemp("runs") / "teacher"
-    changes = ["model.attention=softmax", "schedule.epochs=6", "schedule.warmup_epochs=1", "run.eval_epochs=6"]
+    changes = ["model.attention=softmax", "schedule.epochs=4", "schedule.warmup_epochs=1", "run.eval_epochs=4"]
     train_classifier(with_overrides(digits(), changes), folder, device="cpu", quiet=True)
     return folder
 
@@ -75,7 +75,7 @@ def test_the_student_follows_its_teacher(done):
 @pytest.mark.parametrize("attention", ["sima", "sima_local", "relu2", "relu2_wide"])
 def test_a_student_is_within_one_point_of_its_teacher(attention, teacher, tmp_path):
     """One point is 3.5 of the 355 val images; the students miss at most one that the teacher has right."""
-    epochs = ["schedule.block_epochs=3", "schedule.attention_epochs=4", "schedule.network_epochs=1"]
+    epochs = ["schedule.block_epochs=2", "schedule.attention_epochs=2", "schedule.network_epochs=1"]
     rates = ["schedule.attention_lr=1", "schedule.network_lr=0.1"]
     few = ["run.eval_epochs=100", "report.trade=0", "report.photos=0", "data.cache=true"]
     result = linearized(teacher, tmp_path / "run", attention=attention, overrides=[*SMALL, *epochs, *rates, *few])
