@@ -7,4 +7,4 @@ cd "$(dirname "$0")/.."
 TMPDIR="$(mktemp -d)/$(printf 'long%.0s' {1..35})"
 export TMPDIR
 mkdir "$TMPDIR"
-grep -rl --include="*.py" CliRunner tests | grep -v -e miniature -e detect -e distill -e finetune -e stopping -e resume | xargs .venv/bin/pytest --dist loadfile --shuffle "$RANDOM"
+grep -rl --include="*.py" CliRunner tests | grep -v -e miniature -e detect -e distill -e finetune -e stopping -e resume -e sharded | xargs .venv/bin/pytest --dist loadfile --shuffle "$RANDOM"
