@@ -9,13 +9,11 @@ import pytest
 import torch
 
 import fast_interpreter
-import fast_seeds
 
 # Without a GPU the Triton kernels run in Triton's interpreter. It is chosen when the kernels are defined, so here.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     fast_interpreter.install()
-    fast_seeds.install()
 
 # Reproducible everywhere: the same examples each run, one thread each for the two pytest workers.
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=40, print_blob=True)
