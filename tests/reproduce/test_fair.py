@@ -62,7 +62,7 @@ def test_every_method_has_the_same_sweep_and_its_runs_can_be_made():
     assert {len(method.sweep()) for method in METHODS if method is not SIMA_RELU} == {4}
     assert set(SIMA_RELU.sweep()) < set(SIMA.sweep())
     assert {method.baseline for method in METHODS} <= {method.name for method in METHODS}
-    assert len({run.name for run in FAIR_GRID.runs}) == len(FAIR_GRID.runs) == 10 * 8
+    assert len({run.name for run in FAIR_GRID.runs}) == len(FAIR_GRID.runs) == 11 * 8
     for run in FAIR_GRID.runs:
         recipe = miniature_recipe(run, "d", on_gpu=False)
         assert f"{recipe.optim.lr:.0e}" == run.name.rpartition("_")[2].replace("e-", "e-0")

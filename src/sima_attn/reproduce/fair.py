@@ -91,6 +91,13 @@ METHODS = (
         options=SCALED_POSITIONS,
     ),
     Method(
+        "sima_rope",
+        "ViT, SimA, the convolution and rotations",
+        "sima_rope",
+        baseline="softmax_rope",
+        options=SCALED_POSITIONS,
+    ),
+    Method(
         "relu2_rope",
         "ViT, relu2, the convolution and rotations",
         "relu2_rope",
