@@ -118,7 +118,7 @@ def stop_at(place):
     return on_step
 
 
-@pytest.mark.parametrize("name", ["deit, sima_local", "deit, relu2", "deit, relu2_wide"])
+@pytest.mark.parametrize("name", ["deit, sima_local", "deit, sima_rope", "deit, relu2", "deit, relu2_wide"])
 def test_the_sums_of_every_attention_are_in_the_record(name, photo, tmp_path, monkeypatch):
     monkeypatch.setattr(sweeps, "SAVE_SECONDS", 0)
     out, options = tmp_path / "f.npy", {"preprocessing": HOW, "tile": TILE}

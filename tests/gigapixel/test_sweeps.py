@@ -81,7 +81,9 @@ def test_without_classes_or_with_another_pooling_there_are_features_and_no_score
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["deit", "xcit", "deit, sima_local", "deit, relu2", "deit, relu2_wide"])
+@pytest.mark.parametrize(
+    "name", ["deit", "xcit", "deit, sima_local", "deit, sima_rope", "deit, relu2", "deit, relu2_wide"]
+)
 def test_in_lower_precision_the_error_is_that_of_the_model_at_once(name, dtype):
     model, pixels = build(name), image(64, 64)
     with torch.no_grad():
@@ -177,7 +179,9 @@ def test_each_sweep_reads_and_writes_each_tile_once():
     assert calls[8:] == 2 * [(kind, tile) for tile in tiles for kind in ("read", "write")]
 
 
-@pytest.mark.parametrize("name", ["deit", "xcit", "deit, token_ref", "xcit, sima_local", "deit, relu2"])
+@pytest.mark.parametrize(
+    "name", ["deit", "xcit", "deit, token_ref", "xcit, sima_local", "deit, sima_rope", "deit, relu2"]
+)
 def test_scores_of_queries_and_keys_are_those_of_the_heat_maps(name):
     model, pixels = build(name), image(32, 64).float()
     with torch.no_grad():
@@ -237,7 +241,10 @@ def with_one_softmax():
 REFUSED = {
     "softmax": (lambda: deit(attention="softmax"), r"blocks\.0\.attn is SoftmaxAttention.*sima linearize"),
     "xca": (lambda: xcit(attention="xca"), r"blocks\.0\.attn is XCAttention"),
-    "elu": (lambda: deit(attention="elu"), r"blocks\.0\.attn is EluAttention.*sima, sima_local, relu2 and relu2_wide"),
+    "elu": (
+        lambda: deit(attention="elu"),
+        r"blocks\.0\.attn is EluAttention.*sima, sima_local, sima_rope, relu2, relu2_wide",
+    ),
     "one block": (with_one_softmax, r"blocks\.1\.attn is SoftmaxAttention"),
     "l2": (lambda: deit(attention_options={"norm": "l2"}), r"blocks\.0\.attn has norm='l2'"),
     "l2 with a convolution": (

@@ -41,12 +41,15 @@ MODELS = {
     "timm's vit, sima_local and registers": lambda: converted(
         "vit_tiny_patch16_224", "sima_local", **DYNAMIC, qk_norm=True, reg_tokens=3
     ),
+    "deit, sima_rope": lambda: deit(attention="sima_rope", attention_options={"grid_ref": (4, 4)}),
+    "deit, relu2_rope": lambda: deit(attention="relu2_rope", attention_options={"grid_ref": (4, 4)}, reg_tokens=1),
     "deit, relu2": lambda: deit(attention="relu2"),
     "deit, relu2_wide": lambda: deit(attention="relu2_wide"),
     "xcit": xcit,
     "xcit, 16 px, average": lambda: xcit("sima_xcit_nano_12_p16_224", global_pool="avg", tokens_norm=True),
     "xcit, token_ref": lambda: xcit(token_ref="train", class_token_ref=4.0),
     "xcit, sima_local": lambda: xcit(attention="sima_local", class_attention="sima"),
+    "xcit, sima_rope": lambda: xcit(attention="sima_rope", class_attention="sima"),
     "xcit without lpi": lambda: xcit("sima_xcit_nano_12_p8_224_nolpi"),
     "timm's xcit": lambda: converted("xcit_nano_12_p8_224", **XCIT),
     "mini xcit": lambda: mini("sima_xcit_mini_p4_64_relu"),

@@ -1,17 +1,15 @@
 """Rotations by position: timm's formula, which weights follow from them, and where they are refused."""
 
 import pytest
-import timm
 import torch
 from timm.layers import apply_rot_embed, build_rotary_pos_embed
 
 from closeness import assert_close
 from sima_attn.detect.backbone import self_attend
-from sima_attn.gigapixel.attentions import tiled_attention
 from sima_attn.nn import create_attention
-from sima_attn.nn.rotation import Rotation
+from sima_attn.nn.grid import TokenLayout
+from sima_attn.nn.rotation import Place, Rotation, placed
 from sima_attn.ops import sima_attention
-from sima_attn.parallel.api import check_model
 
 B, H, D = 2, 3, 8
 ROWS, COLUMNS = 3, 5
@@ -99,15 +97,21 @@ def test_padded_batches_have_no_common_grid_to_scale(name):
         self_attend(module, torch.randn(B, ROWS * COLUMNS, H * D), torch.ones(B, ROWS * COLUMNS, dtype=torch.bool))
 
 
-@pytest.mark.parametrize(("name", "path"), [("sima_rope", "rotation"), ("relu2_rope", "q_map")])
-def test_parts_of_an_image_are_refused(name, path):
-    """They do not know the position of their tokens in the whole image."""
-    model = timm.create_model("sima_deit_tiny_patch16_224", attention=name, depth=1, num_classes=2)
-    with pytest.raises(ValueError, match=rf"blocks\.0\.attn\.{path} \(Rotation\): it needs the position of each token"):
-        check_model(model)
-    attention = model.blocks[0].attn
-    with pytest.raises(ValueError, match=rf"blocks\.0\.attn is {type(attention).__name__}, which cannot run tile by"):
-        tiled_attention("blocks.0.attn", attention)
+def test_parts_of_an_image_have_the_angles_of_the_whole_one():
+    x, layout = tokens(prefix=2), TokenLayout(2, ROWS, COLUMNS)
+    for grid_ref in (None, (7, 2)):
+        rotation = Rotation(D, grid=(ROWS, COLUMNS), grid_ref=grid_ref)
+        expected = rotation(x)
+        below = x[:, :, 2:].unflatten(2, (ROWS, COLUMNS))[:, :, 1:, 2:4].flatten(2, 3)
+        with placed(torch.nn.Sequential(rotation), Place(TokenLayout(0, ROWS - 1, 2), (ROWS, COLUMNS), 1, 2)):
+            part = rotation(below)
+        assert_close(part, expected[:, :, 2:].unflatten(2, (ROWS, COLUMNS))[:, :, 1:, 2:4].flatten(2, 3))
+        with placed(rotation, Place(TokenLayout(2, 0, 0), (ROWS, COLUMNS))):
+            assert torch.equal(rotation(x[:, :, :2]), x[:, :, :2])  # prefix tokens alone
+        assert rotation.place_of(x.shape[2]) == Place(layout, (ROWS, COLUMNS))
+
+
+def test_a_group_for_a_single_module_is_refused():
     with pytest.raises(ValueError, match="rotations need the position of each token in the whole image: omit group"):
         create_attention("sima_rope", H * D, H, group=object())
 

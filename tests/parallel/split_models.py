@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import sima_attn  # registers the models  # noqa: F401
 from closeness import assert_close
 from sima_attn import convert, parallelize
+from sima_attn.nn.rotation import Rotation
 from sima_attn.ops.communication_cost import sima_message
 from sima_attn.ops.cost import AttentionShape
 from sima_attn.ops.linear_attention import relu2_attention
@@ -128,6 +129,20 @@ def convolutions_of_v(group):
         split = assert_equals_one_process(group, network, (28, 12))
         assert type(split.blocks[0].attn.local).__name__ == "SplitLocalValues"
         assert_equals_one_process(group, mini("sima_xcit_mini_p4_64", attention=name, class_attention="sima"), (28, 12))
+
+
+def rotations(group):
+    """Each process has the positions of its rows in the whole image, also where they are scaled to another grid."""
+    for name in ("sima_rope", "relu2_rope"):
+        options = {"attention": name, "attention_options": {"grid_ref": (4, 4)}}
+        split = assert_equals_one_process(group, vit(img_size=(28, 12), reg_tokens=2, **options), (28, 12))
+        assert type(split.blocks[0].attn.rotation).__name__ == "SplitRotation"
+        assert type(unparallelize(split).blocks[0].attn.rotation) is Rotation
+        options |= {"class_attention": "sima"}
+        assert_equals_one_process(group, mini("sima_xcit_mini_p4_64", **options), (28, 12), (18, 8))
+
+
+def convolutions_of_converted_models(group):
     converted = timm.create_model("vit_tiny_patch16_224", **SMALL, patch_size=8, img_size=(48, 16)).double()
     convert(converted, "sima_local", example_inputs=images(48, 16))
     for block in converted.blocks:
@@ -153,8 +168,8 @@ def sums_of_relu2(group):
 
 def without_grid(name):
     network = vit(attention=name)
-    for block in network.blocks:
-        del block.attn.local.image_grid
+    for module in network.modules():
+        vars(module).pop("image_grid", None)
     return network
 
 
@@ -388,6 +403,7 @@ def unsupported_models(group):
         (vit(global_pool="max", class_token=False), "global_pool 'token' and 'avg', and the model has 'max'"),
         (vit(attention="softmax"), r"blocks.0.attn \(SoftmaxAttention\): .* convert\(model\)"),
         (without_grid("sima_local"), r"blocks.0.attn.local \(LocalValues\): .*follow_image_grid"),
+        (without_grid("sima_rope"), r"blocks.0.attn.rotation \(Rotation\): .*follow_image_grid"),
         (vit(attention_options={"norm": "l2"}), r"it has norm='l2', order='auto'"),
         (vit(patch_drop_rate=0.5), r"patch_drop \(PatchDropout\): .*patch_drop_rate=0"),
         (mini("sima_xcit_mini_p4_64", class_attention="softmax"), r"cls_attn_blocks.0.attn \(ClassAttn\)"),
@@ -463,6 +479,8 @@ CASES = [
     average_pooling,
     local_mixer,
     convolutions_of_v,
+    rotations,
+    convolutions_of_converted_models,
     sums_of_relu2,
     xcit,
     mini_xcit,

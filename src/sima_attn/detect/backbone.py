@@ -89,7 +89,7 @@ def attend(attn: Attention, q: Tensor, k: Tensor, v: Tensor, is_image: Tensor, k
         return attn.join(attn.core(*(t * keys[:, None, :, None] for t in (q, k, v))))
     raise ValueError(
         f"{type(attn).__name__} does not support padding, and this batch has images of several sizes; use the "
-        "attention sima, sima_local, relu2, relu2_wide, softmax or xca, or images of one size"
+        "attention sima, sima_local, sima_rope, relu2, relu2_wide, relu2_rope, softmax or xca, or images of one size"
     )
 
 

@@ -96,8 +96,8 @@ def features(
     Memory is bounded by the tile. The same call goes on with an interrupted run whose tokens are on disk.
 
     Args:
-        model: Of the DeiT or XCiT family with the attention sima, sima_local, relu2 or relu2_wide, or a model of timm
-            converted to one of these; on its device, in its dtype.
+        model: Of the DeiT or XCiT family with the attention sima, sima_local, relu2 or a variant of them, or a model
+            of timm converted to one of these; on its device, in its dtype.
         image: A file (TIFF, .npy, or what Pillow reads), a folder of zarr, or an array [height, width, 3].
         out: FILE.zarr or FILE.npy for the features [rows, columns, C]. Without it they are returned.
         preprocessing: Its mean and std are used; by default those of the model's timm configuration.

@@ -15,12 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sima_attn.gigapixel.positions import Grid
-from sima_attn.nn import Relu2Attention, SimAttention, SimLocalAttention
+from sima_attn.nn import Relu2Attention, SimAttention, SimLocalAttention, SimRopeAttention
 from sima_attn.nn.attention import normed
 from sima_attn.nn.baselines.feature_maps import FeatureMapAttention
 from sima_attn.nn.grid import TokenLayout
-from sima_attn.nn.rotation import Rotation
+from sima_attn.nn.rotation import Place
 from sima_attn.ops.eager import compute_dtype, without_autocast
 from sima_attn.ops.streaming import SimaAccumulator
 
@@ -74,12 +73,12 @@ class TiledAttention(nn.Module, ABC):
     Attributes:
         halo: Tokens around a tile on which its output depends, apart from the sums.
         sums: Over all tokens, complete; to be set before a call.
-        grid: Rows and columns of the tokens of the call; 0 for prefix tokens. To be set before a call.
+        place: Of the tokens of the call: a part of the grid, or prefix tokens alone. To be set before a call.
     """
 
     halo = 0
     sums: Sums
-    grid: Grid = (0, 0)
+    place: Place
 
     def __init__(self, path: str, attention: Any) -> None:
         super().__init__()
@@ -91,14 +90,18 @@ class TiledAttention(nn.Module, ABC):
 
     def add(self, sums: Sums, x: Tensor) -> None:
         """Add tokens [1, n, C] to sums."""
-        q, k, v = self.attention.split(x)
+        q, k, v = self.split(x)
         sums.add_queries(q)
         sums.add_keys(k, v)
 
     def normalized(self, sums: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         """q and k [1, H, n, D] of tokens [1, n, C], as the attention normalizes them with complete sums."""
-        q, k, _ = self.attention.split(x)
+        q, k, _ = self.split(x)
         return q, k
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens [1, n, C] -> the q, k and v [1, H, n, D] that the sums take."""
+        return self.attention.split(x)
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Tokens [1, n, C] -> tokens [1, n, C]; a block of timm passes the masks, which are None and False."""
@@ -106,7 +109,11 @@ class TiledAttention(nn.Module, ABC):
 
     def core(self, x: Tensor) -> Tensor:
         """Tokens [1, n, C] -> o [1, H, n, D]."""
-        return self.sums.attend(normed(self.attention.q_norm, self.project(x, Q)))
+        return self.sums.attend(self.queries(x))
+
+    def queries(self, x: Tensor) -> Tensor:
+        """Tokens [1, n, C] -> the q [1, H, n, D] of `split` alone."""
+        return normed(self.attention.q_norm, self.project(x, Q))
 
     def project(self, x: Tensor, part: int) -> Tensor:
         """q or v [1, H, n, D], before a norm: a third of the packed projection."""
@@ -120,8 +127,8 @@ class TiledAttention(nn.Module, ABC):
     def local_values(self, x: Tensor) -> Tensor:
         """The convolution of v [1, H, n, D], for attentions that have one; zero for prefix tokens."""
         v = self.project(x, V)
-        rows, columns = self.grid
-        return self.attention.local.convolve(v, TokenLayout(0, rows, columns)) if rows else torch.zeros_like(v)
+        layout: TokenLayout = self.place.layout
+        return self.attention.local.convolve(v, layout) if layout.rows else torch.zeros_like(v)
 
 
 class TiledSima(TiledAttention):
@@ -161,8 +168,27 @@ class TiledSimaLocal(TiledSima):
         return torch.addcmul(self.local_values(x), o, self.attention.gain.to(o.dtype)[:, None, None])
 
 
+class TiledSimaRope(TiledSima):
+    """SimA of rotated queries and keys, and a convolution of v."""
+
+    halo = LOCAL_HALO
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens [1, n, C] -> rotated q and k, and v [1, H, n, D]."""
+        q, k, v = super().split(x)
+        return self.attention.rotation(q), self.attention.rotation(k), v
+
+    def queries(self, x: Tensor) -> Tensor:
+        """Tokens [1, n, C] -> rotated q [1, H, n, D]."""
+        return self.attention.rotation(super().queries(x))
+
+    def core(self, x: Tensor) -> Tensor:
+        """Tokens [1, n, C] -> o [1, H, n, D]."""
+        return super().core(x) + self.local_values(x)
+
+
 class TiledRelu2(TiledAttention):
-    """Squared relu features and a convolution of v."""
+    """Squared relu features, which may rotate queries and keys first, and a convolution of v."""
 
     halo = LOCAL_HALO
 
@@ -179,6 +205,7 @@ class TiledRelu2(TiledAttention):
 TILED: dict[Any, type[TiledAttention]] = {
     SimAttention.core: TiledSima,
     SimLocalAttention.core: TiledSimaLocal,
+    SimRopeAttention.core: TiledSimaRope,
     Relu2Attention.core: TiledRelu2,
 }
 
@@ -186,10 +213,10 @@ TILED: dict[Any, type[TiledAttention]] = {
 def tiled_attention(path: str, attention: nn.Module) -> TiledAttention:
     """An attention on tiles; raises for one that cannot run tile by tile. `path` is its place in the model."""
     kind = TILED.get(getattr(type(attention), "core", None))
-    if kind is None or any(isinstance(module, Rotation) for module in attention.modules()):
+    if kind is None:
         raise ValueError(
             f"{path} is {type(attention).__name__}, which cannot run tile by tile: supported are sima, sima_local, "
-            "relu2 and relu2_wide; `sima linearize` makes such a model of a pretrained one, and `sima_attn.convert` "
-            "one that is to be trained"
+            "sima_rope, relu2, relu2_wide and relu2_rope; `sima linearize` makes such a model of a pretrained one, and "
+            "`sima_attn.convert` one that is to be trained"
         )
     return kind(path, attention)

@@ -24,6 +24,7 @@ from sima_attn.models.huggingface import users_model
 from sima_attn.models.miniature import LocalBlock
 from sima_attn.models.xcit import BlockWithoutLpi
 from sima_attn.nn import SimClassAttention
+from sima_attn.nn.rotation import Place, placed
 from sima_attn.ops.streaming import SimaAccumulator
 
 LPI_HALO = 2  # tokens: one for each of its convolutions
@@ -51,26 +52,21 @@ class Stage:
         """Sums over no tokens."""
         return self.tiled.new_sums()
 
-    def add(self, sums: Sums, x: Tensor) -> None:
+    def add(self, sums: Sums, x: Tensor, place: Place) -> None:
         """Add tokens [1, n, C] to the sums of the attention."""
-        self.tiled.add(sums, self.norm(x))
+        with placed(self.tiled.attention, place):
+            self.tiled.add(sums, self.norm(x))
 
-    def normalized(self, sums: Sums, x: Tensor) -> tuple[Tensor, Tensor]:
+    def normalized(self, sums: Sums, x: Tensor, place: Place) -> tuple[Tensor, Tensor]:
         """q and k [1, H, n, D] of tokens [1, n, C], as the attention normalizes them."""
-        return self.tiled.normalized(sums, self.norm(x))
+        with placed(self.tiled.attention, place):
+            return self.tiled.normalized(sums, self.norm(x))
 
-    def apply(self, sums: Sums, x: Tensor) -> Tensor:
-        """A tile [1, r, c, C] -> the tile after the block; the outermost `halo` tokens inside the image are wrong."""
-        rows, columns = x.shape[1:3]
-        return self._apply(sums, x.flatten(1, 2), rows, columns).unflatten(1, (rows, columns))
-
-    def apply_prefix(self, sums: Sums, x: Tensor) -> Tensor:
-        """Prefix tokens [1, P, C] -> those after the block."""
-        return self._apply(sums, x, 0, 0)
-
-    def _apply(self, sums: Sums, x: Tensor, rows: int, columns: int) -> Tensor:
-        self.tiled.sums, self.tiled.grid = sums, (rows, columns)
-        return self._forward(self.block, x, rows, columns)
+    def apply(self, sums: Sums, x: Tensor, place: Place) -> Tensor:
+        """Tokens [1, n, C] -> those after the block; the outermost `halo` tokens of a tile in the image are wrong."""
+        self.tiled.sums, self.tiled.place = sums, place
+        with placed(self.tiled.attention, place):
+            return self._forward(self.block, x, place.layout.rows, place.layout.columns)
 
 
 class ClassStage:

@@ -18,6 +18,8 @@ from sima_attn.gigapixel.network import Network
 from sima_attn.gigapixel.positions import Grid
 from sima_attn.gigapixel.stores import TileArray
 from sima_attn.gigapixel.tiles import Tile, tiles_of
+from sima_attn.nn.grid import TokenLayout
+from sima_attn.nn.rotation import Place
 from sima_attn.ops.eager import compute_dtype
 
 SAVE_SECONDS = 10.0  # between two records of the progress
@@ -122,7 +124,8 @@ class Sweeps:
 
     def queries_and_keys(self, tile: Tile) -> tuple[Tensor, Tensor]:
         """q and k [1, H, n, D] of a tile in the last attention, as it normalizes them; after `run`."""
-        return self.network.stages[-1].normalized(self.progress.sums[0], self._read(tile, self.last).flatten(1, 2))
+        x = self._read(tile, self.last).flatten(1, 2)
+        return self.network.stages[-1].normalized(self.progress.sums[0], x, self._place(tile))
 
     def sums_before(self, sweep: int) -> list[Sums]:
         """Empty sums of the attention that a sweep applies."""
@@ -136,29 +139,35 @@ class Sweeps:
     def _first(self) -> Progress:
         total = torch.zeros(self.network.width, device=self.network.device, dtype=compute_dtype(self.network.dtype))
         first = Progress(0, 0, self.network.prefix(), [], self.sums_after(0), total)
-        self._add(first, first.prefix)
+        self._add_prefix(first)
         return first
 
     def _next(self, now: Progress) -> Progress:
         """The start of the next sweep; its block is applied to the prefix tokens first."""
         prefix = now.prefix
         if prefix.shape[1]:
-            prefix = self.network.stages[now.sweep].apply_prefix(now.following[0], prefix)
+            prefix = self.network.stages[now.sweep].apply(now.following[0], prefix, self._place_of_prefix(prefix))
         following = Progress(now.sweep + 1, 0, prefix, now.following, self.sums_after(now.sweep + 1), now.total)
-        self._add(following, prefix)
+        self._add_prefix(following)
         return following
 
-    def _add(self, now: Progress, tokens: Tensor) -> None:
-        """Add tokens [1, n, C] to the sums of the next self-attention."""
-        if now.sweep < self.last and tokens.shape[1]:
-            self.network.stages[now.sweep].add(now.following[0], tokens)
+    def _add_prefix(self, now: Progress) -> None:
+        """Add the prefix tokens to the sums of the next self-attention."""
+        if now.sweep < self.last and now.prefix.shape[1]:
+            self.network.stages[now.sweep].add(now.following[0], now.prefix, self._place_of_prefix(now.prefix))
+
+    def _place(self, tile: Tile) -> Place:
+        return Place(TokenLayout(0, *tile.shape), self.grid, tile.top, tile.left)
+
+    def _place_of_prefix(self, prefix: Tensor) -> Place:
+        return Place(TokenLayout(prefix.shape[1], 0, 0), self.grid)
 
     def _step(self, tile: Tile) -> None:
         now = self.progress
         x = self._embed(tile) if now.sweep == 0 else self._apply(tile)  # [1, r, c, C]
         if now.sweep < self.last:
             self.arrays[now.sweep % 2].write(tile, x[0])
-            self._add(now, x.flatten(1, 2))
+            self.network.stages[now.sweep].add(now.following[0], x.flatten(1, 2), self._place(tile))
         else:
             x = self.network.finish(now.following, x)
             self.features.write(tile, x[0])
@@ -178,7 +187,8 @@ class Sweeps:
         now = self.progress
         stage = self.network.stages[now.sweep - 1]
         seen = tile.grown(stage.halo, self.grid)
-        x = stage.apply(now.sums[0], self._read(seen, now.sweep))
+        x = stage.apply(now.sums[0], self._read(seen, now.sweep).flatten(1, 2), self._place(seen))
+        x = x.unflatten(1, seen.shape)
         return x[(slice(None), *tile.inside(seen))]  # [1, r, c, C]
 
     def _read(self, tile: Tile, sweep: int) -> Tensor:

@@ -5,7 +5,9 @@ Shapes: B batch, H heads, N tokens, D channels per head.
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +17,25 @@ from sima_attn.nn.local_values import LocalAttention
 from sima_attn.ops.cost import Cost
 from sima_attn.ops.eager import compute_dtype
 from sima_attn.ops.token_rotation import token_rotation
+
+
+class Place(NamedTuple):
+    """The layout of the tokens of a call, and the part of the grid of their image that it is.
+
+    Attributes:
+        grid: Rows and columns of the image.
+        top, left: Row and column of the first patch token.
+    """
+
+    layout: TokenLayout
+    grid: Grid
+    top: int = 0
+    left: int = 0
+
+    @classmethod
+    def of_image(cls, layout: TokenLayout) -> "Place":
+        """That of all tokens of an image."""
+        return cls(layout, (layout.rows, layout.columns))
 
 
 class Rotation(nn.Module, OnPatches):
@@ -35,6 +56,7 @@ class Rotation(nn.Module, OnPatches):
     """
 
     user = "a rotation by position"
+    place: Place | None = None  # of tokens that are a part of an image, see `placed`
 
     def __init__(
         self,
@@ -63,9 +85,15 @@ class Rotation(nn.Module, OnPatches):
 
     def table(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [N, D / 2] of the tokens of x, at least in float32."""
-        make = rotation_table if torch.compiler.is_compiling() else _kept_table  # a graph must not keep tensors
-        layout, dtype = self.layout(x.shape[2]), compute_dtype(x.dtype)
-        return make(layout, self.grid_ref, self.head_dim, self.base, x.device, dtype)
+        place, dtype = self.place_of(x.shape[2]), compute_dtype(x.dtype)
+        # A graph must not keep tensors, and an image can have any number of parts.
+        keep = not torch.compiler.is_compiling() and place == Place.of_image(place.layout)
+        make = _kept_table if keep else rotation_table
+        return make(place, self.grid_ref, self.head_dim, self.base, x.device, dtype)
+
+    def place_of(self, N: int) -> Place:
+        """The place of N tokens."""
+        return self.place or Place.of_image(self.layout(N))
 
     def extra_repr(self) -> str:
         return (
@@ -75,15 +103,15 @@ class Rotation(nn.Module, OnPatches):
 
 
 def rotation_table(
-    layout: TokenLayout, grid_ref: Grid | None, head_dim: int, base: float, device: torch.device, dtype: torch.dtype
+    place: Place, grid_ref: Grid | None, head_dim: int, base: float, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [N, D / 2] for tokens with a layout."""
-    prefix, rows, columns = layout
-    rows_ref, columns_ref = grid_ref or (rows, columns)
+    """Cosines and sines [N, D / 2] for tokens with a place."""
+    (prefix, rows, columns), grid, top, left = place
+    row_step, column_step = (ref / side for ref, side in zip(grid_ref or grid, grid, strict=True))
     factory: dict[str, Any] = {"device": device, "dtype": dtype}
     speeds = torch.tensor([base ** (-4 * i / head_dim) for i in range(head_dim // 4)], **factory)
-    down = torch.arange(rows, **factory)[:, None, None] * (rows_ref / rows) * speeds  # [rows, 1, D / 4]
-    across = torch.arange(columns, **factory)[:, None] * (columns_ref / columns) * speeds  # [columns, D / 4]
+    down = torch.arange(top, top + rows, **factory)[:, None, None] * row_step * speeds  # [rows, 1, D / 4]
+    across = torch.arange(left, left + columns, **factory)[:, None] * column_step * speeds  # [columns, D / 4]
     angles = torch.cat([down.expand(-1, columns, -1), across.expand(rows, -1, -1)], -1).flatten(0, 1)
     angles = torch.cat([angles.new_zeros(prefix, angles.shape[1]), angles])
     return angles.cos(), angles.sin()
@@ -93,6 +121,19 @@ def rotation_table(
 def _kept_table(*arguments) -> tuple[Tensor, Tensor]:
     with torch.inference_mode(False):  # training may use it after inference
         return rotation_table(*arguments)
+
+
+@contextmanager
+def placed(module: nn.Module, place: Place) -> Iterator[None]:
+    """A context in which the rotations in a module get tokens with this place; afterwards each `place` is restored."""
+    before = [(inner, inner.place) for inner in module.modules() if isinstance(inner, Rotation)]
+    try:
+        for inner, _ in before:
+            inner.place = place
+        yield
+    finally:
+        for inner, old in before:
+            inner.place = old
 
 
 class RotatedAttention(LocalAttention):

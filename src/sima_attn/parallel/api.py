@@ -137,11 +137,9 @@ def _reason(name: str, module: nn.Module) -> str | None:
         known = BLOCKS
     elif isinstance(module, SPATIAL):
         known = SPATIAL
-    elif isinstance(module, LocalValues):
+    elif isinstance(module, LocalValues | Rotation):
         unknown = module.image_grid is None
         return "it does not know the grid of an image; call sima_attn.nn.follow_image_grid(model)" if unknown else None
-    elif isinstance(module, Rotation):
-        return "it needs the position of each token in the whole image; use the attention sima_local or relu2"
     elif any(True for _ in module.parameters(recurse=False)):
         known = (*TOKENWISE, cvt.Stage)
         if isinstance(module, known):

@@ -14,7 +14,9 @@ from timm.layers import DropPath
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from sima_attn.nn.grid import Grid, TokenLayout
 from sima_attn.nn.local_values import LocalValues
+from sima_attn.nn.rotation import Place, Rotation
 from sima_attn.ops.eager import compute_dtype, without_autocast
 from sima_attn.ops.token_convolution import patch_map, values_of_map
 from sima_attn.parallel.exchange import of_first_process, sum_over_processes, with_halo
@@ -68,6 +70,24 @@ class SplitLocalValues(LocalValues):
         with without_autocast(v):
             x = F.conv2d(x, self.weight.to(v.dtype), padding=(0, 1), groups=x.shape[1])
         return values_of_map(x, prefix, v.shape[1])
+
+
+class SplitRotation(Rotation):
+    """The rotation where the tokens of a process are some rows of the grid, behind those of the prefix.
+
+    Attributes:
+        part: The grid of the whole image, and the first row of this process; set by the model at each call.
+    """
+
+    group: DeviceMesh
+    part: tuple[Grid, int]
+
+    def place_of(self, N: int) -> Place:
+        """The place of the N tokens of this process."""
+        image_grid: Any = self.image_grid  # `check_model` has found it
+        rows, columns = image_grid.shape  # of the patch embedding, which has the rows of this process
+        grid, top = self.part
+        return Place(TokenLayout(N - rows * columns, rows, columns), grid, top)
 
 
 class SplitBatchNorm2d(nn.BatchNorm2d):
@@ -143,6 +163,8 @@ def split_layers(model: nn.Module, group: DeviceMesh) -> None:
             become(module, SplitDropPath, group)
         elif type(module) is LocalValues:
             become(module, SplitLocalValues, group)
+        elif type(module) is Rotation:
+            become(module, SplitRotation, group)
 
 
 def share_dropout(module: nn.Module, group: DeviceMesh) -> None:

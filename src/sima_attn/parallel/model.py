@@ -6,9 +6,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from sima_attn.nn import Relu2Attention, SimAttention, SimClassAttention
+from sima_attn.nn.grid import Grid
 from sima_attn.ops.sequence_parallel import check_same_call
 from sima_attn.parallel.exchange import is_first, mean_of_tokens, sum_over_processes
-from sima_attn.parallel.layers import share_dropout, split_layers
+from sima_attn.parallel.layers import SplitRotation, share_dropout, split_layers
 
 POOLS = ("token", "avg")
 GROUPED = (SimAttention, SimClassAttention, Relu2Attention)  # attentions that add up their sums over a group
@@ -35,6 +36,7 @@ class SplitModel(nn.Module):
                 module.group = None
             elif "group" in vars(module):
                 del vars(module)["group"]
+                vars(module).pop("part", None)
                 module.__class__ = type(module).__bases__[-1]
 
     def own_rows(self, images: Tensor, unit: int) -> slice:
@@ -42,6 +44,12 @@ class SplitModel(nn.Module):
         call, rule = f"{list(images.shape)} in {images.dtype}", "the processes of a group must pass the same images"
         check_same_call(self.group.get_group(), call, rule, images.device)
         return rows_of(self.group.get_local_rank(), self.group.size(), images.shape[2], unit)
+
+    def place_rotations(self, grid: Grid, first_row: int) -> None:
+        """Tell the rotations the grid of the whole image, and the first row of this process."""
+        for module in self.modules():
+            if isinstance(module, SplitRotation):
+                module.part = grid, first_row
 
     def pool_tokens(self, x: Tensor, pool: str, prefix: int, *, with_prefix: bool = False) -> Tensor:
         """Tokens [B, N, C] of which the first process alone holds the prefix tokens -> features [B, C]."""
