@@ -8,7 +8,7 @@ from closeness import assert_close
 from sima_attn.detect.backbone import self_attend
 from sima_attn.nn import create_attention
 from sima_attn.nn.grid import TokenLayout
-from sima_attn.nn.rotation import Place, Rotation, placed
+from sima_attn.nn.rotation import GridPart, Rotation, on_part
 from sima_attn.ops import sima_attention
 
 B, H, D = 2, 3, 8
@@ -103,12 +103,12 @@ def test_parts_of_an_image_have_the_angles_of_the_whole_one():
         rotation = Rotation(D, grid=(ROWS, COLUMNS), grid_ref=grid_ref)
         expected = rotation(x)
         below = x[:, :, 2:].unflatten(2, (ROWS, COLUMNS))[:, :, 1:, 2:4].flatten(2, 3)
-        with placed(torch.nn.Sequential(rotation), Place(TokenLayout(0, ROWS - 1, 2), (ROWS, COLUMNS), 1, 2)):
+        with on_part(torch.nn.Sequential(rotation), GridPart(TokenLayout(0, ROWS - 1, 2), (ROWS, COLUMNS), 1, 2)):
             part = rotation(below)
         assert_close(part, expected[:, :, 2:].unflatten(2, (ROWS, COLUMNS))[:, :, 1:, 2:4].flatten(2, 3))
-        with placed(rotation, Place(TokenLayout(2, 0, 0), (ROWS, COLUMNS))):
+        with on_part(rotation, GridPart(TokenLayout(2, 0, 0), (ROWS, COLUMNS))):
             assert torch.equal(rotation(x[:, :, :2]), x[:, :, :2])  # prefix tokens alone
-        assert rotation.place_of(x.shape[2]) == Place(layout, (ROWS, COLUMNS))
+        assert rotation.part_of(x.shape[2]) == GridPart(layout, (ROWS, COLUMNS))
 
 
 def test_a_group_for_a_single_module_is_refused():

@@ -6,7 +6,7 @@ import torch
 from recorder import Recorder
 from sima_attn.nn import create_attention
 from sima_attn.nn.grid import TokenLayout
-from sima_attn.nn.rotation import Place, rotation_table
+from sima_attn.nn.rotation import GridPart, rotation_table
 from sima_attn.ops.token_rotation import token_rotation
 
 triton_token_rotation = pytest.importorskip("sima_attn.ops.triton_token_rotation", reason="needs triton")
@@ -25,7 +25,7 @@ def make(layout, H=2, D=24, dtype=torch.float32, B=3):
 
 
 def table(layout, D, dtype):
-    return rotation_table(Place.of_image(layout), None, D, 50.0, torch.device(DEVICE), dtype)
+    return rotation_table(GridPart.of_image(layout), None, D, 50.0, torch.device(DEVICE), dtype)
 
 
 def with_grads(x, cos_sin, grad, backend):

@@ -19,7 +19,7 @@ from sima_attn.nn import Relu2Attention, SimAttention, SimLocalAttention, SimRop
 from sima_attn.nn.attention import normed
 from sima_attn.nn.baselines.feature_maps import FeatureMapAttention
 from sima_attn.nn.grid import TokenLayout
-from sima_attn.nn.rotation import Place
+from sima_attn.nn.rotation import GridPart
 from sima_attn.ops.eager import compute_dtype, without_autocast
 from sima_attn.ops.streaming import SimaAccumulator
 
@@ -72,13 +72,13 @@ class TiledAttention(nn.Module, ABC):
 
     Attributes:
         halo: Tokens around a tile on which its output depends, apart from the sums.
-        sums: Over all tokens, complete; to be set before a call.
-        place: Of the tokens of the call: a part of the grid, or prefix tokens alone. To be set before a call.
+        sums: Over all tokens, complete. Set before each call.
+        part: The tokens of the call: a tile with its halo, or prefix tokens. Set before each call.
     """
 
     halo = 0
     sums: Sums
-    place: Place
+    part: GridPart
 
     def __init__(self, path: str, attention: Any) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class TiledAttention(nn.Module, ABC):
     def local_values(self, x: Tensor) -> Tensor:
         """The convolution of v [1, H, n, D], for attentions that have one; zero for prefix tokens."""
         v = self.project(x, V)
-        layout: TokenLayout = self.place.layout
+        layout: TokenLayout = self.part.layout
         return self.attention.local.convolve(v, layout) if layout.rows else torch.zeros_like(v)
 
 

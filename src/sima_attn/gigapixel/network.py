@@ -24,7 +24,7 @@ from sima_attn.models.huggingface import users_model
 from sima_attn.models.miniature import LocalBlock
 from sima_attn.models.xcit import BlockWithoutLpi
 from sima_attn.nn import SimClassAttention
-from sima_attn.nn.rotation import Place, placed
+from sima_attn.nn.rotation import GridPart, on_part
 from sima_attn.ops.streaming import SimaAccumulator
 
 LPI_HALO = 2  # tokens: one for each of its convolutions
@@ -52,21 +52,21 @@ class Stage:
         """Sums over no tokens."""
         return self.tiled.new_sums()
 
-    def add(self, sums: Sums, x: Tensor, place: Place) -> None:
+    def add(self, sums: Sums, x: Tensor, part: GridPart) -> None:
         """Add tokens [1, n, C] to the sums of the attention."""
-        with placed(self.tiled.attention, place):
+        with on_part(self.tiled.attention, part):
             self.tiled.add(sums, self.norm(x))
 
-    def normalized(self, sums: Sums, x: Tensor, place: Place) -> tuple[Tensor, Tensor]:
+    def normalized(self, sums: Sums, x: Tensor, part: GridPart) -> tuple[Tensor, Tensor]:
         """q and k [1, H, n, D] of tokens [1, n, C], as the attention normalizes them."""
-        with placed(self.tiled.attention, place):
+        with on_part(self.tiled.attention, part):
             return self.tiled.normalized(sums, self.norm(x))
 
-    def apply(self, sums: Sums, x: Tensor, place: Place) -> Tensor:
+    def apply(self, sums: Sums, x: Tensor, part: GridPart) -> Tensor:
         """Tokens [1, n, C] -> those after the block; the outermost `halo` tokens of a tile in the image are wrong."""
-        self.tiled.sums, self.tiled.place = sums, place
-        with placed(self.tiled.attention, place):
-            return self._forward(self.block, x, place.layout.rows, place.layout.columns)
+        self.tiled.sums, self.tiled.part = sums, part
+        with on_part(self.tiled.attention, part):
+            return self._forward(self.block, x, part.layout.rows, part.layout.columns)
 
 
 class ClassStage:

@@ -19,7 +19,7 @@ from sima_attn.gigapixel.positions import Grid
 from sima_attn.gigapixel.stores import TileArray
 from sima_attn.gigapixel.tiles import Tile, tiles_of
 from sima_attn.nn.grid import TokenLayout
-from sima_attn.nn.rotation import Place
+from sima_attn.nn.rotation import GridPart
 from sima_attn.ops.eager import compute_dtype
 
 SAVE_SECONDS = 10.0  # between two records of the progress
@@ -125,7 +125,7 @@ class Sweeps:
     def queries_and_keys(self, tile: Tile) -> tuple[Tensor, Tensor]:
         """q and k [1, H, n, D] of a tile in the last attention, as it normalizes them; after `run`."""
         x = self._read(tile, self.last).flatten(1, 2)
-        return self.network.stages[-1].normalized(self.progress.sums[0], x, self._place(tile))
+        return self.network.stages[-1].normalized(self.progress.sums[0], x, self._grid_part(tile))
 
     def sums_before(self, sweep: int) -> list[Sums]:
         """Empty sums of the attention that a sweep applies."""
@@ -146,7 +146,7 @@ class Sweeps:
         """The start of the next sweep; its block is applied to the prefix tokens first."""
         prefix = now.prefix
         if prefix.shape[1]:
-            prefix = self.network.stages[now.sweep].apply(now.following[0], prefix, self._place_of_prefix(prefix))
+            prefix = self.network.stages[now.sweep].apply(now.following[0], prefix, self._prefix_part(prefix))
         following = Progress(now.sweep + 1, 0, prefix, now.following, self.sums_after(now.sweep + 1), now.total)
         self._add_prefix(following)
         return following
@@ -154,20 +154,20 @@ class Sweeps:
     def _add_prefix(self, now: Progress) -> None:
         """Add the prefix tokens to the sums of the next self-attention."""
         if now.sweep < self.last and now.prefix.shape[1]:
-            self.network.stages[now.sweep].add(now.following[0], now.prefix, self._place_of_prefix(now.prefix))
+            self.network.stages[now.sweep].add(now.following[0], now.prefix, self._prefix_part(now.prefix))
 
-    def _place(self, tile: Tile) -> Place:
-        return Place(TokenLayout(0, *tile.shape), self.grid, tile.top, tile.left)
+    def _grid_part(self, tile: Tile) -> GridPart:
+        return GridPart(TokenLayout(0, *tile.shape), self.grid, tile.top, tile.left)
 
-    def _place_of_prefix(self, prefix: Tensor) -> Place:
-        return Place(TokenLayout(prefix.shape[1], 0, 0), self.grid)
+    def _prefix_part(self, prefix: Tensor) -> GridPart:
+        return GridPart(TokenLayout(prefix.shape[1], 0, 0), self.grid)
 
     def _step(self, tile: Tile) -> None:
         now = self.progress
         x = self._embed(tile) if now.sweep == 0 else self._apply(tile)  # [1, r, c, C]
         if now.sweep < self.last:
             self.arrays[now.sweep % 2].write(tile, x[0])
-            self.network.stages[now.sweep].add(now.following[0], x.flatten(1, 2), self._place(tile))
+            self.network.stages[now.sweep].add(now.following[0], x.flatten(1, 2), self._grid_part(tile))
         else:
             x = self.network.finish(now.following, x)
             self.features.write(tile, x[0])
@@ -187,7 +187,7 @@ class Sweeps:
         now = self.progress
         stage = self.network.stages[now.sweep - 1]
         seen = tile.grown(stage.halo, self.grid)
-        x = stage.apply(now.sums[0], self._read(seen, now.sweep).flatten(1, 2), self._place(seen))
+        x = stage.apply(now.sums[0], self._read(seen, now.sweep).flatten(1, 2), self._grid_part(seen))
         x = x.unflatten(1, seen.shape)
         return x[(slice(None), *tile.inside(seen))]  # [1, r, c, C]
 

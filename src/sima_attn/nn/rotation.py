@@ -19,11 +19,12 @@ from sima_attn.ops.eager import compute_dtype
 from sima_attn.ops.token_rotation import token_rotation
 
 
-class Place(NamedTuple):
-    """The layout of the tokens of a call, and the part of the grid of their image that it is.
+class GridPart(NamedTuple):
+    """Which tokens of an image a call gets.
 
     Attributes:
-        grid: Rows and columns of the image.
+        layout: Prefix tokens, rows and columns of the call.
+        grid: Rows and columns of the whole image.
         top, left: Row and column of the first patch token.
     """
 
@@ -33,8 +34,8 @@ class Place(NamedTuple):
     left: int = 0
 
     @classmethod
-    def of_image(cls, layout: TokenLayout) -> "Place":
-        """That of all tokens of an image."""
+    def of_image(cls, layout: TokenLayout) -> "GridPart":
+        """All tokens of an image."""
         return cls(layout, (layout.rows, layout.columns))
 
 
@@ -56,7 +57,7 @@ class Rotation(nn.Module, OnPatches):
     """
 
     user = "a rotation by position"
-    place: Place | None = None  # of tokens that are a part of an image, see `placed`
+    part: GridPart | None = None  # None: each call gets all tokens of an image; see `on_part`
 
     def __init__(
         self,
@@ -85,15 +86,15 @@ class Rotation(nn.Module, OnPatches):
 
     def table(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [N, D / 2] of the tokens of x, at least in float32."""
-        place, dtype = self.place_of(x.shape[2]), compute_dtype(x.dtype)
+        part, dtype = self.part_of(x.shape[2]), compute_dtype(x.dtype)
         # A graph must not keep tensors, and an image can have any number of parts.
-        keep = not torch.compiler.is_compiling() and place == Place.of_image(place.layout)
+        keep = not torch.compiler.is_compiling() and part == GridPart.of_image(part.layout)
         make = _kept_table if keep else rotation_table
-        return make(place, self.grid_ref, self.head_dim, self.base, x.device, dtype)
+        return make(part, self.grid_ref, self.head_dim, self.base, x.device, dtype)
 
-    def place_of(self, N: int) -> Place:
-        """The place of N tokens."""
-        return self.place or Place.of_image(self.layout(N))
+    def part_of(self, N: int) -> GridPart:
+        """The part of the image that N tokens are."""
+        return self.part or GridPart.of_image(self.layout(N))
 
     def extra_repr(self) -> str:
         return (
@@ -103,10 +104,10 @@ class Rotation(nn.Module, OnPatches):
 
 
 def rotation_table(
-    place: Place, grid_ref: Grid | None, head_dim: int, base: float, device: torch.device, dtype: torch.dtype
+    part: GridPart, grid_ref: Grid | None, head_dim: int, base: float, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [N, D / 2] for tokens with a place."""
-    (prefix, rows, columns), grid, top, left = place
+    """Cosines and sines [N, D / 2] for a part of an image."""
+    (prefix, rows, columns), grid, top, left = part
     row_step, column_step = (ref / side for ref, side in zip(grid_ref or grid, grid, strict=True))
     factory: dict[str, Any] = {"device": device, "dtype": dtype}
     speeds = torch.tensor([base ** (-4 * i / head_dim) for i in range(head_dim // 4)], **factory)
@@ -124,16 +125,16 @@ def _kept_table(*arguments) -> tuple[Tensor, Tensor]:
 
 
 @contextmanager
-def placed(module: nn.Module, place: Place) -> Iterator[None]:
-    """A context in which the rotations in a module get tokens with this place; afterwards each `place` is restored."""
-    before = [(inner, inner.place) for inner in module.modules() if isinstance(inner, Rotation)]
+def on_part(module: nn.Module, part: GridPart) -> Iterator[None]:
+    """A context in which the rotations in a module get these tokens; afterwards each `part` is restored."""
+    before = [(inner, inner.part) for inner in module.modules() if isinstance(inner, Rotation)]
     try:
         for inner, _ in before:
-            inner.place = place
+            inner.part = part
         yield
     finally:
         for inner, old in before:
-            inner.place = old
+            inner.part = old
 
 
 class RotatedAttention(LocalAttention):

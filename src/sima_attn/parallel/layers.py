@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from sima_attn.nn.grid import Grid, TokenLayout
 from sima_attn.nn.local_values import LocalValues
-from sima_attn.nn.rotation import Place, Rotation
+from sima_attn.nn.rotation import GridPart, Rotation
 from sima_attn.ops.eager import compute_dtype, without_autocast
 from sima_attn.ops.token_convolution import patch_map, values_of_map
 from sima_attn.parallel.exchange import of_first_process, sum_over_processes, with_halo
@@ -76,18 +76,18 @@ class SplitRotation(Rotation):
     """The rotation where the tokens of a process are some rows of the grid, behind those of the prefix.
 
     Attributes:
-        part: The grid of the whole image, and the first row of this process; set by the model at each call.
+        offset: The grid of the whole image, and the first row of this process; set by the model at each call.
     """
 
     group: DeviceMesh
-    part: tuple[Grid, int]
+    offset: tuple[Grid, int]
 
-    def place_of(self, N: int) -> Place:
-        """The place of the N tokens of this process."""
+    def part_of(self, N: int) -> GridPart:
+        """The rows of this process, of which N tokens are given."""
         image_grid: Any = self.image_grid  # `check_model` has found it
         rows, columns = image_grid.shape  # of the patch embedding, which has the rows of this process
-        grid, top = self.part
-        return Place(TokenLayout(N - rows * columns, rows, columns), grid, top)
+        grid, top = self.offset
+        return GridPart(TokenLayout(N - rows * columns, rows, columns), grid, top)
 
 
 class SplitBatchNorm2d(nn.BatchNorm2d):

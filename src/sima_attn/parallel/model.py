@@ -36,7 +36,7 @@ class SplitModel(nn.Module):
                 module.group = None
             elif "group" in vars(module):
                 del vars(module)["group"]
-                vars(module).pop("part", None)
+                vars(module).pop("offset", None)
                 module.__class__ = type(module).__bases__[-1]
 
     def own_rows(self, images: Tensor, unit: int) -> slice:
@@ -45,11 +45,11 @@ class SplitModel(nn.Module):
         check_same_call(self.group.get_group(), call, rule, images.device)
         return rows_of(self.group.get_local_rank(), self.group.size(), images.shape[2], unit)
 
-    def place_rotations(self, grid: Grid, first_row: int) -> None:
+    def set_row_offset(self, grid: Grid, first_row: int) -> None:
         """Tell the rotations the grid of the whole image, and the first row of this process."""
         for module in self.modules():
             if isinstance(module, SplitRotation):
-                module.part = grid, first_row
+                module.offset = grid, first_row
 
     def pool_tokens(self, x: Tensor, pool: str, prefix: int, *, with_prefix: bool = False) -> Tensor:
         """Tokens [B, N, C] of which the first process alone holds the prefix tokens -> features [B, C]."""

@@ -29,7 +29,7 @@ class SplitVit(SplitModel, VisionTransformer):
         grid = (images.shape[2] // height, images.shape[3] // width)  # of the whole image
         own = self.own_rows(images, height)
         x = self.patch_embed.proj(images[:, :, own]).flatten(2).transpose(1, 2)  # [B, rows * columns, C]
-        self.place_rotations(grid, own.start // height)
+        self.set_row_offset(grid, own.start // height)
         x = self.with_positions(self.patch_embed.norm(x), grid, first_row=own.start // height)
         x = self.norm_pre(x)
         for block in self.blocks:

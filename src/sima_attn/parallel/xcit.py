@@ -31,7 +31,7 @@ class SplitXcit(SplitModel, Xcit):
         height, own = x.shape[2], self.own_rows(x, patch)
         x, (rows, columns) = self.patch_embed(x[:, :, own])  # [B, N, C]
         all_rows, first_row = -(-height // patch), own.start // patch
-        self.place_rotations((all_rows, columns), first_row)
+        self.set_row_offset((all_rows, columns), first_row)
         if self.pos_embed is not None:
             positions = self.pos_embed(1, all_rows, columns)  # [1, C, all rows, columns]
             x = x + positions.narrow(2, first_row, rows).flatten(2).transpose(1, 2)
