@@ -116,6 +116,7 @@ def test_blocks_are_the_papers_and_their_shares():
         (XCIT, {"token_ref": "train"}),
         (XCIT, {"attention": "xca"}),
         (XCIT, {"attention": "relu2"}),
+        (XCIT, {"attention": "relu2_rope"}),
         (XCIT, {"norm": True}),
         (XCIT, {"lpi": False}),
         (CVT, {}),

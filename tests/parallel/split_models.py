@@ -267,9 +267,7 @@ def recomputed_blocks(group):
 
 
 def compiled(group):
-    if dist.get_world_size() > 2:
-        return  # compiling is slow, and the graph is the same
-    network = mini("sima_xcit_mini_p4_64", depth=1)
+    network = mini("sima_xcit_mini_p4_64", depth=1, attention="sima_rope", class_attention="sima")
     change = lambda m: m.compile(backend="aot_eager", fullgraph=True)  # noqa: E731
     assert_equals_one_process(group, network, (28, 12), change=change)
 
